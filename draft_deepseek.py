@@ -1,0 +1,1157 @@
+"""EAGLE-3 draft with a Multi-head Latent Attention (MLA) backbone for DeepSeek-V3 and Kimi K2 targets, and its exact
+loss.
+
+Self-contained: torch, transformers and einops. `DeepseekV3Eagle3DraftModel` is the draft, `build_rows` makes its
+batches, `TTTLoss` is the whole S-step training-time test (EAGLE-3, arXiv 2503.01840, section 3) of such a batch as one
+static graph.
+
+    x token ids, g projected target features, a[t, s] the draft's state of slot t after step s, p the target's softmax
+    over the draft ids.  Slot t at step s reads token x[t+1+s] and state a[t, s-1], with a[t, -1] = g[t], at position[t]
+    + s. Its query sees the step-0 keys of slots j <= t of its document and its own keys of steps 1..s (the "diagonal"):
+
+        step 0 keys:   k0 k1 k2 k3 .      own keys of steps 1..s:  . . . | t,1 t,2
+        slot t = 3 sees [x  x  x  x]      and nothing of any other slot:   [ x   x ]
+
+    So after step 0 no slot reads another: steps >= 1 run at the supervised slots ("anchors") alone, over a cache of
+    latents.
+
+Shapes: B rows, T slots, A anchors, S steps, H hidden, n heads, R kv_lora_rank, Dn/Dr/Dv nope, rope and value widths,
+V target vocabulary, Vd draft vocabulary; in einops patterns b t a s h n r d v, and j for the diagonal's steps.
+"""
+
+import json
+import math
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import einsum, rearrange, repeat
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class Eagle3MLAConfig(PretrainedConfig):
+    """Every key an MLA EAGLE-3 draft is served with. Sizes are required; RoPE is read from `rope_parameters` alone.
+
+    `rope_theta`/`rope_scaling` of older configs are folded into `rope_parameters`. ValueError: a size that is missing,
+    no rope_theta anywhere, a rope type other than default and yarn, a draft vocabulary outside 1..vocab_size.
+    """
+
+    model_type = "deepseek_v2"
+    has_no_defaults_at_init = True
+
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    q_lora_rank: int | None = None
+    num_key_value_heads: int | None = None  # None: num_attention_heads
+    target_hidden_size: int | None = None  # None: hidden_size
+    draft_vocab_size: int | None = None  # None: vocab_size
+    num_aux_hidden_states: int = 3
+    fc_norm: bool = False
+    norm_output: bool = False
+    rope_parameters: dict | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # as engines number them; None: their defaults
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self, **kwargs):
+        rope_scaling, rope_theta = kwargs.pop("rope_scaling", None), kwargs.pop("rope_theta", None)
+        self.rope_parameters = self.resolve_rope(self.rope_parameters or rope_scaling, rope_theta)
+        self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        if self.draft_vocab_size is None:
+            self.draft_vocab_size = self.vocab_size
+        if isinstance(self.draft_vocab_size, bool) or not isinstance(self.draft_vocab_size, int):
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size!r}; it must be an integer")
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; it must lie in 1..vocab_size {self.vocab_size}"
+            )
+        if self.qk_rope_head_dim % 2:
+            raise ValueError(f"qk_rope_head_dim is {self.qk_rope_head_dim}; RoPE rotates pairs, so it must be even")
+        super().__post_init__(**kwargs)
+
+    def convert_rope_params_to_dict(self, **kwargs):
+        return kwargs  # resolve_rope did it, without transformers' default theta
+
+    def standardize_rope_params(self):
+        pass
+
+    def validate_rope(self, *args, **kwargs):
+        pass
+
+    @staticmethod
+    def resolve_rope(rope, theta) -> dict:
+        """One dict with rope_type and rope_theta out of any config's form; ValueError when it cannot be rotated
+        exactly.
+        """
+        rope = dict(rope or {})
+        rope["rope_type"] = rope.pop("type", None) if rope.get("rope_type") is None else rope["rope_type"]
+        rope["rope_type"] = rope["rope_type"] or "default"
+        rope.pop("type", None)
+        rope["rope_theta"] = theta if rope.get("rope_theta") is None else rope["rope_theta"]
+        if rope["rope_type"] not in ("default", "yarn"):
+            raise ValueError(f"rope_type is {rope['rope_type']!r}; a draft rotates by 'default' or 'yarn'")
+        if rope["rope_theta"] is None:
+            raise ValueError(
+                "the config has no rope_theta, neither top level nor in rope_parameters; copy the target's"
+            )
+        if rope["rope_type"] == "yarn":
+            missing = [key for key in ("factor", "original_max_position_embeddings") if rope.get(key) is None]
+            if missing or rope.get("attention_factor") is not None:
+                raise ValueError(
+                    f"yarn needs {missing or 'no attention_factor, but mscale and mscale_all_dim'}; got {rope}"
+                )
+        return rope
+
+    @classmethod
+    def from_any(cls, config) -> "Eagle3MLAConfig":
+        """From this class, any Hugging Face config object, a `config.json` dict, or a path; unknown keys are left out."""
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, str | Path):
+            path = Path(config)
+            config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        values = config if isinstance(config, dict) else config.to_dict()
+        values = values.get("text_config") or values
+        known = {field.name for field in fields(cls)} - {field.name for field in fields(PretrainedConfig)}
+        known |= {"rope_theta", "rope_scaling"}
+        missing = [name for name in cls.required_keys() if values.get(name) is None]
+        if missing:
+            raise ValueError(f"the draft's config lacks {', '.join(missing)}; an MLA target's config.json has them")
+        return cls(**{key: value for key, value in values.items() if key in known})
+
+    @classmethod
+    def required_keys(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING]
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+# ---------------------------------------------------------------------------------------------------------- the draft
+
+
+class DeepseekV3Eagle3DraftModel(PreTrainedModel):
+    """EAGLE-3 draft of a DeepSeek-V3-family or Kimi K2 target: one fused MLA layer over [embedding, target features].
+
+    `config` is an `Eagle3MLAConfig`, any Hugging Face config object or a `config.json` dict of an MLA model.
+    """
+
+    config_class = Eagle3MLAConfig
+    base_model_prefix = "model"
+    engine_architecture, hidden_act = "Eagle3DeepseekV2ForCausalLM", "silu"  # what vLLM and SGLang register
+
+    def __init__(self, config):
+        super().__init__(self.config_class.from_any(config))
+        cfg = self.config
+        self.model = self.inner_model(cfg)
+        self.lm_head = nn.Linear(cfg.hidden_size, cfg.draft_vocab_size, bias=False)
+        if cfg.draft_vocab_size < cfg.vocab_size:
+            self.register_buffer("d2t", torch.zeros(cfg.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(cfg.vocab_size, dtype=torch.bool))
+        self.post_init()
+
+    @staticmethod
+    def inner_model(config) -> nn.Module:
+        return Eagle3DeepseekModel(config)
+
+    def forward(
+        self, input_ids, projected_hidden_states, attention_mask, position_ids=None, cache_hidden=None, seq_lens=None
+    ):
+        """One TTT step over all T slots, dense and simple: the states a[t, s], [B,T,H] (normed with `norm_output`).
+
+        input_ids [B,T] the tokens slots feed at this step, projected_hidden_states [B,T,H] the features (step 0) or the
+        last step's result, attention_mask [B,T] (1 real, 0 padding; not read when packed). cache_hidden: `[[], []]` or
+        a `TTTCache`, the same object for every step of an unroll; None is a fresh one. seq_lens [B, documents], padded
+        with zeros, packs documents and needs position_ids [B,T] counted per document. ValueError: seq_lens that do not
+        sum to T in a row, or come without position_ids.
+        """
+        b, t = input_ids.shape
+        device = input_ids.device
+        document = torch.where(attention_mask.bool(), 0, -1)
+        if seq_lens is not None:
+            if position_ids is None:
+                raise ValueError(
+                    "seq_lens packs documents and needs position_ids that restart with each of them; got None"
+                )
+            if (seq_lens.sum(1) != t).any():
+                raise ValueError(f"seq_lens must sum to the row's {t} slots; got sums {seq_lens.sum(1).tolist()}")
+            ends = seq_lens.cumsum(1)
+            document = (torch.arange(t, device=device)[None, :, None] >= ends[:, None, :]).sum(-1)
+        if position_ids is None:
+            position_ids = torch.arange(t, device=device).expand(b, t)
+        causal = torch.ones(t, t, dtype=torch.bool, device=device).tril()
+        visible = causal & (document[:, :, None] == document[:, None, :]) & (document >= 0)[:, None, :]
+        mask = torch.zeros(b, 1, t, t, dtype=torch.float32, device=device)
+        mask = mask.masked_fill(~visible[:, None], float("-inf"))
+        layer, embeds = self.model.layers[0], self.embed_input_ids(input_ids)
+        hidden = layer(
+            embeds, projected_hidden_states, mask, position_ids, [[], []] if cache_hidden is None else cache_hidden
+        )
+        return self.model.norm(hidden) if self.config.norm_output else hidden
+
+    def project_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
+        """g [B,T,H] of the target's auxiliary states [B,T,num_aux*H_target], lowest layer first."""
+        n_aux, width = self.config.num_aux_hidden_states, self.config.target_hidden_size
+        if aux_hidden_states.shape[-1] != n_aux * width:
+            raise ValueError(
+                f"features are {aux_hidden_states.shape[-1]} wide, this draft wants {n_aux} x target_hidden_size {width} = "
+                f"{n_aux * width}; is --model the target they were captured from?"
+            )
+        x = aux_hidden_states.to(self.model.fc.weight.dtype)
+        if self.config.fc_norm:
+            parts = zip(self.model.fc_norm, x.chunk(n_aux, dim=-1), strict=True)
+            x = torch.cat([norm(part) for norm, part in parts], dim=-1)
+        return self.model.fc(x)
+
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits over the draft vocabulary [..,Vd] of states [..,H] as `forward` returns them."""
+        return self.lm_head(hidden_states if self.config.norm_output else self.model.norm(hidden_states))
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """Target id of every draft id [Vd]; ValueError when a reduced vocabulary was never mapped."""
+        cfg = self.config
+        ids = torch.arange(cfg.draft_vocab_size, device=self.lm_head.weight.device)
+        if cfg.draft_vocab_size == cfg.vocab_size:
+            return ids
+        if int(self.t2d.sum()) != cfg.draft_vocab_size:
+            raise ValueError(
+                f"the draft's {cfg.draft_vocab_size} of {cfg.vocab_size} tokens are not chosen; call set_vocab_mapping"
+            )
+        return ids + self.d2t
+
+    def set_vocab_mapping(self, selected_token_ids: Tensor) -> None:
+        """Draft id i stands for target id `selected_token_ids[i]`, in any order. ValueError: not Vd distinct ids in
+        0..V-1.
+        """
+        cfg, ids = self.config, torch.as_tensor(selected_token_ids, dtype=torch.long).flatten().cpu()
+        if ids.numel() != cfg.draft_vocab_size or ids.unique().numel() != ids.numel():
+            raise ValueError(
+                f"got {ids.numel()} ids, {ids.unique().numel()} distinct; want {cfg.draft_vocab_size} distinct ones"
+            )
+        if ids.min() < 0 or ids.max() >= cfg.vocab_size:
+            raise ValueError(f"ids span {ids.min()}..{ids.max()}; they must lie in 0..{cfg.vocab_size - 1}")
+        if cfg.draft_vocab_size < cfg.vocab_size:
+            self.d2t.copy_(ids - torch.arange(len(ids)))
+            self.t2d.copy_(torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill(0, ids, True))
+        elif not torch.equal(ids, torch.arange(len(ids))):
+            raise ValueError("at full vocabulary draft ids are target ids; reduce draft_vocab_size to choose them")
+
+    def copy_embeddings_from_target(self, target_embedding: nn.Embedding) -> None:
+        """Copy the target's table [V,H] (a sharded DTensor is gathered); engines share it, so it must stay equal."""
+        source, own = target_embedding.weight, self.model.embed_tokens.weight
+        source = source.full_tensor() if hasattr(source, "full_tensor") else source
+        if source.shape != own.shape:
+            raise ValueError(
+                f"target embeddings are {tuple(source.shape)}, the draft's {tuple(own.shape)}; they must agree"
+            )
+        with torch.no_grad():
+            own.copy_(source)
+
+    def freeze_embeddings(self) -> None:
+        self.model.embed_tokens.weight.requires_grad_(False)
+
+
+class Eagle3DeepseekModel(nn.Module):
+    """embed_tokens, the `fc` projection of the auxiliary states, the one fused layer and the final norm."""
+
+    def __init__(self, config):
+        super().__init__()
+        h, h_target, n_aux = config.hidden_size, config.target_hidden_size, config.num_aux_hidden_states
+        self.embed_tokens = nn.Embedding(config.vocab_size, h, config.pad_token_id)
+        self.fc = nn.Linear(n_aux * h_target, h, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(h_target, config.rms_norm_eps) for _ in range(n_aux))
+        self.layers = nn.ModuleList([self.decoder_layer(config)])
+        self.norm = RMSNorm(h, config.rms_norm_eps)
+
+    @staticmethod
+    def decoder_layer(config) -> nn.Module:
+        return Eagle3DeepseekDecoderLayer(config)
+
+
+class Eagle3DeepseekDecoderLayer(nn.Module):
+    """[norm(embedding), norm(state)] -> MLA -> MLP, the state being the residual stream."""
+
+    def __init__(self, config, layer_id: int = 0):
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.layer_id = layer_id
+        self.input_layernorm = RMSNorm(h, eps)
+        self.hidden_norm = RMSNorm(h, eps)
+        self.post_attention_layernorm = RMSNorm(h, eps)
+        self.self_attn, self.mlp = self.blocks(config)
+
+    @staticmethod
+    def blocks(config) -> tuple[nn.Module, nn.Module]:
+        return Eagle3DeepseekMLAAttention(config), Eagle3DeepseekMLP(config)
+
+    def forward(self, input_embeds, hidden_states, attention_mask, position_ids, cache_hidden):
+        fused = torch.cat([self.input_layernorm(input_embeds), self.hidden_norm(hidden_states)], dim=-1)
+        return self.finish(hidden_states, self.self_attn(fused, attention_mask, position_ids, cache_hidden))
+
+    def finish(self, hidden_states, attention_output):
+        hidden_states = hidden_states + attention_output
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Eagle3DeepseekMLAAttention(nn.Module):
+    """MLA of DeepSeek-V3 (arXiv 2412.19437, section 2.1.1) over the fused 2H-wide input, or H-wide without
+    `fuse_input`.
+    """
+
+    def __init__(self, config, fuse_input: bool = True):
+        super().__init__()
+        self.config, n, r = config, config.num_attention_heads, config.kv_lora_rank
+        width = config.hidden_size * (2 if fuse_input else 1)
+        if config.num_key_value_heads != n:
+            raise ValueError(f"num_key_value_heads is {config.num_key_value_heads}; MLA has one key per head, {n}")
+        if config.q_lora_rank is None:
+            self.q_proj = nn.Linear(width, n * config.qk_head_dim, bias=False)
+        else:
+            self.q_a_proj = nn.Linear(width, config.q_lora_rank, bias=False)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.rms_norm_eps)
+            self.q_b_proj = nn.Linear(config.q_lora_rank, n * config.qk_head_dim, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(width, r + config.qk_rope_head_dim, bias=False)
+        self.kv_a_layernorm = RMSNorm(r, config.rms_norm_eps)
+        self.kv_b_proj = nn.Linear(r, n * (config.qk_nope_head_dim + config.v_head_dim), bias=False)
+        self.o_proj = nn.Linear(n * config.v_head_dim, config.hidden_size, bias=False)
+        self.scaling = self.softmax_scale(config)
+
+    def forward(self, combined_states, attention_mask, position_ids, cache_hidden):
+        """One dense step: the causal scores of the step-0 keys beside each slot's own keys of later steps, one softmax.
+
+        combined_states [B,T,2H], attention_mask additive [B,1,T,T]; rows that see nothing give zeros. -> [B,T,H]
+        """
+        pre_q, pre_kv, pre_gate = self.project(combined_states)
+        step = cache_hidden.step if isinstance(cache_hidden, TTTCache) else len(cache_hidden[0])
+        q = self.queries(pre_q, position_ids + step)
+        first, *own = self.remember(cache_hidden, self.latents(pre_kv, position_ids + step))
+        k0, v0 = self.keys_values(first)
+        scores = [einsum(q, k0, "b n t d, b n j d -> b n t j") * self.scaling + attention_mask]
+        keys_values = [self.keys_values(latent) for latent in own]
+        scores += [einsum(q, k, "b n t d, b n t d -> b n t")[..., None] * self.scaling for k, _ in keys_values]
+        scores = torch.cat(scores, dim=-1)
+        p = upcast(scores).softmax(-1).nan_to_num(0.0).to(v0.dtype)
+        o = einsum(p[..., : k0.shape[2]], v0, "b n t j, b n j v -> b n t v")
+        for j, (_, v) in enumerate(keys_values, start=k0.shape[2]):
+            o = o + p[..., j : j + 1] * v
+        return self.output(o, pre_gate)
+
+    @staticmethod
+    def remember(cache_hidden, latent: Tensor) -> list[Tensor]:
+        """Append this step's latent [B,T,R+Dr] and return those of all steps so far."""
+        if isinstance(cache_hidden, TTTCache):
+            return cache_hidden.append(latent)
+        cache_hidden[0].append(latent)
+        cache_hidden[1].append(latent.new_empty(0))  # other trainers keep values here; our latents carry both
+        return cache_hidden[0]
+
+    def input_projections(self) -> list[nn.Linear | None]:
+        """The linear maps of the layer's input: of the query, of the latent, of the output gate (Kimi K3)."""
+        return [self.q_proj if self.config.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa, None]
+
+    def project(self, x: Tensor) -> list[Tensor | None]:
+        return [None if linear is None else linear(x) for linear in self.input_projections()]
+
+    def queries(self, pre_q: Tensor, position: Tensor) -> Tensor:
+        """[B,n,T,Dn+Dr] of the query projection's output, rotated at position [B,T]."""
+        cfg = self.config
+        q = pre_q if cfg.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(pre_q))
+        q = rearrange(q, "b t (n d) -> b n t d", n=cfg.num_attention_heads)
+        q_nope, q_rope = q.split([cfg.qk_nope_head_dim, cfg.qk_rope_head_dim], dim=-1)
+        return torch.cat([q_nope, self.rotate(q_rope, position[:, None])], dim=-1)
+
+    def latents(self, pre_kv: Tensor, position: Tensor) -> Tensor:
+        """[B,T,R+Dr] of the latent projection's output: the normed latent and the one rotated key slice of all heads."""
+        c, k_rope = pre_kv.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        return torch.cat([self.kv_a_layernorm(c), self.rotate(k_rope, position)], dim=-1)
+
+    def keys_values(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Up-project latents [B,T,R+Dr] to keys [B,n,T,Dn+Dr] and values [B,n,T,Dv]."""
+        cfg = self.config
+        c, k_rope = latent.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+        kv = rearrange(self.kv_b_proj(c), "b t (n d) -> b n t d", n=cfg.num_attention_heads)
+        k_nope, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=-1)
+        return torch.cat([k_nope, repeat(k_rope, "b t d -> b n t d", n=cfg.num_attention_heads)], dim=-1), v
+
+    def diagonal(self, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention of q [B,n,A,Dn+Dr] to its own slot's latents [j,B,A,R+Dr]: (o [B,n,A,Dv], log-sum-exp [B,n,A]).
+
+        The up-projections are absorbed into query and context (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so that
+        no key or value of a later step exists. Its caller recomputes it in the backward: q W_uk and the context are 2nR
+        wide.
+        """
+        cfg = self.config
+        w = rearrange(self.kv_b_proj.weight.to(q.dtype), "(n d) r -> n d r", n=cfg.num_attention_heads)
+        w_uk, w_uv = w.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=1)
+        q_nope, q_rope = q.split([cfg.qk_nope_head_dim, cfg.qk_rope_head_dim], dim=-1)
+        c, k_rope = own.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+        q_latent = einsum(q_nope, w_uk, "b n a d, n d r -> b n a r")
+        scores = einsum(q_latent, c, "b n a r, j b a r -> b n a j") + einsum(
+            q_rope, k_rope, "b n a d, j b a d -> b n a j"
+        )
+        scores = upcast(scores) * self.scaling
+        p = scores.softmax(-1).to(q.dtype)
+        context = einsum(p, c, "b n a j, j b a r -> b n a r")
+        return einsum(context, w_uv, "b n a r, n v r -> b n a v"), scores.logsumexp(-1)
+
+    def output(self, o: Tensor, pre_gate: Tensor | None) -> Tensor:
+        return self.o_proj(rearrange(o, "b n t v -> b t (n v)"))
+
+    def rotate(self, x: Tensor, position: Tensor) -> Tensor:
+        return rotate_interleaved(x, position, self.config)
+
+    @staticmethod
+    def softmax_scale(config) -> float:
+        """Dk**-0.5, times m*m with yarn, m = 0.1 mscale_all_dim ln(factor) + 1, as engines serve it."""
+        rope = config.rope_parameters
+        m = yarn_mscale(rope["factor"], rope.get("mscale_all_dim") or 0.0) if rope["rope_type"] == "yarn" else 1.0
+        return config.qk_head_dim**-0.5 * m * m
+
+
+class Eagle3DeepseekMLP(nn.Module):
+    """Dense SwiGLU; the draft does not copy the target's experts."""
+
+    def __init__(self, config):
+        super().__init__()
+        h, i = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(h, i, bias=False)
+        self.up_proj = nn.Linear(h, i, bias=False)
+        self.down_proj = nn.Linear(i, h, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in float32 (float64 stays float64), returned in x's dtype."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = upcast(x)
+        return F.rms_norm(y, self.weight.shape, self.weight.to(y.dtype), self.eps).to(x.dtype)
+
+
+def upcast(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+# --------------------------------------------------------------------------------------------------------------- RoPE
+
+
+def rotate_interleaved(x: Tensor, position: Tensor, config) -> Tensor:
+    """Rotate the pairs (0,1), (2,3), ... of x [..,T,Dr] at position [..,T].
+
+    Angles are made here from the config, in float32: a buffer of frequencies would be rounded by `.to(bfloat16)` (1.8
+    rad off at position 4096) and left uninitialised by `to_empty` and `from_pretrained`.
+    """
+    freqs, amplitude = rope_frequencies(config, x.device)
+    angle = position[..., None].float() * freqs
+    cos, sin = angle.cos() * amplitude, angle.sin() * amplitude
+    even, odd = rearrange(upcast(x), "... (d two) -> two ... d", two=2)
+    return rearrange([even * cos - odd * sin, even * sin + odd * cos], "two ... d -> ... (d two)").to(x.dtype)
+
+
+def rope_frequencies(config, device=None) -> tuple[Tensor, float]:
+    """Radians per position of each pair, float32 [Dr/2], and the amplitude of cos and sin (1.0 but for odd yarn
+    mscales).
+
+    yarn (arXiv 2309.00071): pairs that turn more than beta_fast times within the original context stay as they are,
+    those under beta_slow are slowed down by `factor`, a linear ramp between. Powers are taken in float64: exact float32
+    results.
+    """
+    rope, d = config.rope_parameters, config.qk_rope_head_dim
+    theta = float(rope["rope_theta"])
+    exponent = torch.arange(0, d, 2, dtype=torch.float64, device=device) / d
+    freqs = torch.exp(exponent * -math.log(theta))
+    if rope["rope_type"] != "yarn":
+        return freqs.float(), 1.0
+    context, factor = rope["original_max_position_embeddings"], rope["factor"]
+
+    def pair_that_turns(times: float) -> float:
+        return d * math.log(context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_that_turns(rope.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(pair_that_turns(rope.get("beta_slow") or 1)), d - 1)
+    ramp = (torch.arange(d // 2, dtype=torch.float64, device=device) - low) / max(high - low, 0.001)
+    slowed = ramp.clamp(0, 1)
+    mscale = 1.0 if rope.get("mscale") is None else rope["mscale"]
+    amplitude = yarn_mscale(factor, mscale) / yarn_mscale(factor, rope.get("mscale_all_dim") or 0.0)
+    return (freqs * (1 - slowed) + freqs / factor * slowed).float(), amplitude
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+# ---------------------------------------------------------------------------------------------- the cache of TTT steps
+
+
+class TTTCache:
+    """Latents [S-1,B,A,R+Dr] of steps 1..S-1 in one static buffer: 576 numbers per slot and step for DeepSeek-V3.
+
+    `append`/`step` serve `forward`, which also keeps the latent of step 0; `TTTLoss` writes steps 1.. alone.
+    """
+
+    def __init__(self, buffer: Tensor):
+        self.buffer, self.first, self.step = buffer, None, 0
+
+    @classmethod
+    def allocate(cls, steps: int, batch: int, slots: int, width: int, dtype=torch.float32, device=None) -> "TTTCache":
+        return cls(torch.zeros(steps - 1, batch, slots, width, dtype=dtype, device=device))
+
+    def write(self, step: int, latent: Tensor) -> None:
+        """Out of place while gradients are on (Inductor makes it in place again); slice assignment would break
+        autograd.
+        """
+        if torch.is_grad_enabled():
+            self.buffer = torch.slice_scatter(self.buffer, latent[None], dim=0, start=step - 1, end=step)
+        else:
+            self.buffer[step - 1] = latent
+
+    def own(self, step: int) -> Tensor:
+        """The latents [step,B,A,R+Dr] that step `step` sees of its own slot, itself included."""
+        return self.buffer[:step]
+
+    def append(self, latent: Tensor) -> list[Tensor]:
+        if self.step > len(self.buffer):
+            raise ValueError(
+                f"this TTTCache holds {len(self.buffer) + 1} steps and is full; allocate one with more steps"
+            )
+        if self.step == 0:
+            self.first = latent
+        else:
+            self.write(self.step, latent)
+        self.step += 1
+        return [self.first, *self.own(self.step - 1)]
+
+
+# ----------------------------------------------------------------- attention to the step-0 keys: (output, log-sum-exp)
+
+
+class AnchorMask(NamedTuple):
+    """Anchor a of row b sees slots first[b,a]..last[b,a]: from its document's first slot to itself. Unused: last = -1.
+
+    Slots 0..5 of documents 0 0 0 1 1 -1, anchors 1, 4 and an unused one: first = 0, 3, 0 and last = 1, 4, -1.
+    """
+
+    first: Tensor  # [B,A]
+    last: Tensor  # [B,A]
+    blocks: "BlockIndex | None" = None  # for FlexAttention
+
+
+class BlockIndex(NamedTuple):
+    """The tensors of FlexAttention's BlockMask, built outside the compiled graph, where they are plain inputs."""
+
+    kv_num: Tensor
+    kv: Tensor
+    full_kv_num: Tensor
+    full_kv: Tensor
+    q_num: Tensor
+    q: Tensor
+    full_q_num: Tensor
+    full_q: Tensor
+
+
+BLOCK = 128  # queries and keys per FlexAttention block
+
+
+def anchor_mask(anchors: Tensor, document: Tensor, blocks: BlockIndex | None = None) -> AnchorMask:
+    """The mask of anchors [B,A] (-1 unused) over rows of contiguous documents [B,T] (-1 padding)."""
+    slot = torch.arange(document.shape[1], device=document.device).expand_as(document)
+    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
+    start = torch.where(begins, slot, 0).cummax(dim=1).values
+    at = anchors.clamp(min=0)
+    used = (anchors >= 0) & (document.gather(1, at) >= 0)
+    return AnchorMask(torch.where(used, start.gather(1, at), 0), torch.where(used, anchors, -1), blocks)
+
+
+def block_index(mask: AnchorMask, slots: int) -> BlockIndex:
+    """Which key blocks each block of anchors reads in part or in full, without a tensor of A*T elements.
+
+    Anchors ascend and documents are contiguous, so 128 anchors read slots first[0]..last[-1] and share last[-1]'s
+    document from first[-1] to last[0] on: two intervals per block decide everything.
+    """
+    pad = -mask.last.shape[1] % BLOCK
+    last = rearrange(F.pad(mask.last, (0, pad), value=-1), "b (q a) -> b q a", a=BLOCK)
+    first = rearrange(F.pad(mask.first, (0, pad), value=0), "b (q a) -> b q a", a=BLOCK)
+    used = last >= 0
+    low = torch.where(used, first, slots).amin(-1, keepdim=True)
+    high = last.amax(-1, keepdim=True)
+    begin = torch.arange(0, slots, BLOCK, device=last.device)
+    touched = (begin <= high) & (begin + BLOCK > low)
+    common_low = torch.where(used, first, slots).amax(-1, keepdim=True)
+    full = (begin >= common_low) & (begin + BLOCK - 1 <= last.amin(-1, keepdim=True)) & touched
+
+    def order(active: Tensor) -> tuple[Tensor, Tensor]:
+        active = active[:, None]
+        return active.sum(-1, dtype=torch.int32), active.int().argsort(-1, descending=True, stable=True).int()
+
+    part = touched & ~full
+    return BlockIndex(*order(part), *order(full), *order(part.mT), *order(full.mT))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnchorMask, scale: float) -> tuple[Tensor, Tensor]:
+    """(o [B,n,A,Dv], natural log-sum-exp [B,n,A]) of q [B,n,A,D] over keys [B,n,T,D] and values [B,n,T,Dv].
+
+    Both carry gradient. Rows that see nothing give o = 0 and -inf.
+    """
+    if mask.blocks is not None:
+        return attend_flex(q, k, v, mask, scale)
+    if q.device.type == "cpu":
+        return attend_cpu(q, k, v, mask.first, mask.last, scale)
+    return attend_dense(q, k, v, mask, scale)
+
+
+def attend_flex(q, k, v, mask: AnchorMask, scale: float):
+    first, last, blocks = mask
+    if blocks.kv.shape[-1] != -(-k.shape[2] // BLOCK) or blocks.q.shape[-1] != -(-q.shape[2] // BLOCK):
+        raise ValueError(
+            f"the block mask is for {blocks.q.shape[-1]} x {blocks.kv.shape[-1]} blocks, not {q.shape[2]} x {k.shape[2]} slots"
+        )
+
+    def visible(b, h, q_index, kv_index):
+        return (kv_index >= first[b, q_index]) & (kv_index <= last[b, q_index])
+
+    block_mask = BlockMask((q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
+    o, aux = flex_attention(q, k, v, block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True))
+    return o, aux.lse
+
+
+def attend_dense(q, k, v, mask: AnchorMask, scale: float, rows: int = 512):
+    """Plain masked softmax, `rows` anchors at a time and recomputed in the backward: what runs where nothing else does."""
+
+    def block(q, first, last):
+        slot = torch.arange(k.shape[2], device=k.device)
+        visible = ((slot >= first[..., None]) & (slot <= last[..., None]))[:, None]
+        scores = upcast(einsum(q, k, "b n a d, b n t d -> b n a t")) * scale
+        empty = ~visible.any(-1)
+        lse = scores.masked_fill(~visible, -1e30).logsumexp(-1)
+        p = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0).to(v.dtype)
+        return einsum(p, v, "b n a t, b n t v -> b n a v"), lse.masked_fill(empty, float("-inf"))
+
+    parts = zip(q.split(rows, 2), mask.first.split(rows, 1), mask.last.split(rows, 1), strict=True)
+    done = [checkpoint(block, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    return torch.cat([o for o, _ in done], dim=2), torch.cat([lse for _, lse in done], dim=2)
+
+
+NAMESPACE = __name__.replace(".", "_")  # two copies of this file may live in one process
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend_cpu", mutates_args=())
+def attend_cpu(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """CPU backend: PyTorch's flash kernel for blocks of anchors, each over the slots from its lowest to its highest
+    key.
+
+    An operator of its own, because those bounds are read from the data: compiled graphs call it as it is.
+    """
+    width, dv = padded_width(q, v), v.shape[-1]
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    o, lse = (
+        torch.zeros_like(q),
+        q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32)),
+    )
+    for b, a, t, mask in anchor_blocks(first, last, q.dtype):
+        o[b, :, a], lse[b, :, a] = flash(q[b, :, a], k[b, :, t], v[b, :, t], attn_mask=mask, scale=scale)
+    return o[..., :dv].contiguous(), lse
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend_cpu_backward", mutates_args=())
+def attend_cpu_backward(
+    d_o: Tensor,
+    d_lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    first: Tensor,
+    last: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel's backward forms dS = P (dO V' - sum(dO O)). A spare channel with V = 0, dO = 1, O = -dlse makes that
+    dS = P (dO V' - sum(dO O) + dlse): the gradient of the log-sum-exp, at no cost."""
+    width, d, dv = padded_width(q, v), q.shape[-1], v.shape[-1]
+    spare = (d_lse[..., None].new_ones(d_lse.shape)[..., None].to(d_o.dtype), -d_lse[..., None].to(o.dtype))
+    d_o, o = (F.pad(torch.cat(pair, -1), (0, width - dv - 1)) for pair in zip((d_o, o), spare, strict=True))
+    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+    dq, dk, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    for b, a, t, mask in anchor_blocks(first, last, q.dtype):
+        at = (d_o[b, :, a], q[b, :, a], k[b, :, t], v[b, :, t], o[b, :, a], lse[b, :, a])
+        grads = flash_backward(*at, 0.0, False, attn_mask=mask, scale=scale)
+        dq[b, :, a] = grads[0]
+        dk[b, :, t] += grads[1]
+        d_v[b, :, t] += grads[2]
+    return dq[..., :d].contiguous(), dk[..., :d].contiguous(), d_v[..., :dv].contiguous()
+
+
+def anchor_blocks(first: Tensor, last: Tensor, dtype: torch.dtype, rows: int = 128):
+    """(row slice, anchor slice, slot slice, additive mask [1,1,a,t]) of runs of used anchors, which ascend."""
+    for b in range(len(first)):
+        used = int((last[b] >= 0).sum())
+        for a in range(0, used, rows):
+            anchors = slice(a, min(a + rows, used))
+            low, high = first[b, anchors, None], last[b, anchors, None]
+            slots = slice(int(low[0]), int(high[-1]) + 1)
+            slot = torch.arange(slots.start, slots.stop)
+            mask = torch.zeros(len(low), len(slot), dtype=dtype).masked_fill_(
+                (slot < low) | (slot > high), float("-inf")
+            )
+            yield slice(b, b + 1), anchors, slots, mask[None, None]
+
+
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def padded_width(q: Tensor, v: Tensor) -> int:
+    return max(q.shape[-1], v.shape[-1] + 1)  # the kernel wants equal widths, the backward one spare value channel
+
+
+@attend_cpu.register_fake
+def _(q, k, v, first, last, scale):
+    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(
+        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
+    )
+
+
+@attend_cpu_backward.register_fake
+def _(d_o, d_lse, q, k, v, o, lse, first, last, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+    ctx.scale = inputs[5]
+
+
+def _backward(ctx, d_o, d_lse):
+    return *attend_cpu_backward(d_o, d_lse, *ctx.saved_tensors, ctx.scale), None, None, None
+
+
+attend_cpu.register_autograd(_backward, setup_context=_save)
+
+
+# --------------------------------------------------------------------------------------------------------- row batches
+
+
+class RowBatch(NamedTuple):
+    """What the S-step loss reads. Unshifted, tensors only, static in B, T and A."""
+
+    tokens: Tensor  # [B,T]
+    document: Tensor  # [B,T] documents are contiguous; -1 padding
+    position: Tensor  # [B,T] of step 0
+    features: Tensor  # [B,T,num_aux*H_target]
+    anchors: Tensor  # [B,A] ascending slots; -1 unused
+    teacher: Tensor  # [B,A,Vd] p of the supervised tokens of the row, in order
+    teacher_index: Tensor  # [S,B,A] row of teacher; -1 not supervised
+    valid: Tensor  # [S,B,A]
+    denominators: Tensor  # [S]
+    block_mask: BlockIndex | None = None
+
+
+@torch.no_grad()
+def build_rows(
+    draft_ids,
+    tokens,
+    document,
+    position,
+    features,
+    loss_mask,
+    last_hidden,
+    head,
+    *,
+    steps=7,
+    anchors=None,
+    denominators=None,
+) -> RowBatch:
+    """Make a batch: which slots are anchors, what each learns at each step, and the teacher of every supervised token
+    once.
+
+    draft_ids [Vd] target ids of the draft vocabulary (`draft.draft_ids`); tokens, document, position, loss_mask [B,T]
+    and features [B,T,num_aux*H_target], all unshifted; last_hidden [B,T,H_target] after the target's final norm, and
+    `head` its output head, [m,H_target] -> logits [m,V]. loss_mask[u] says that what the target says after token u is
+    learned. anchors: the capacity A, None for the most of any row; denominators [S]: supervised slots of each step over
+    the whole optimizer step, None for this batch's. Slots valid at one step at least become anchors, so that metrics
+    count them all. ValueError: shapes that differ, a document in two pieces, token ids outside 0..V-1, more anchors
+    than capacity.
+    """
+    check_rows(tokens, document, position, features, loss_mask, last_hidden)
+    device, (b, t) = features.device, tokens.shape
+    valid = valid_slots(document, loss_mask, steps)
+    needed = valid.any(0)
+    most = max(int(needed.sum(1).max()), 1)
+    if anchors is not None and most > anchors:
+        raise ValueError(f"a row needs {most} anchors, the capacity is {anchors}; raise --anchors or pack rows by it")
+    capacity = anchors or most
+    learned = F.pad(valid[0, :, :-1], (1, 0))  # token u is fed at step 0 by slot u - 1
+    rank = (learned.long().cumsum(1) - 1).clamp(min=0)
+    row, token = learned.nonzero(as_tuple=True)
+    teacher = torch.zeros(b, capacity, len(draft_ids), device=device)
+    covered = torch.zeros(b, t, dtype=torch.bool, device=device)
+    for at in torch.arange(len(row)).split(1024):  # the head is V wide: never for all tokens at once
+        r, u = row[at], token[at]
+        logits = head(last_hidden[r.to(last_hidden.device), u.to(last_hidden.device)])
+        p, is_covered = teach(logits, draft_ids.to(logits.device), int(tokens.max()))
+        teacher[r.to(device), rank[r, u].to(device)] = p.to(device)
+        covered[r.to(device), u.to(device)] = is_covered.to(device)
+    slots = first_true(needed, capacity)
+    at = slots.clamp(min=0)
+    fed = (at + torch.arange(1, steps + 1)[:, None, None]).clamp(max=t - 1)
+    valid = valid.gather(2, at.expand(steps, -1, -1)) & (slots >= 0)
+    tokens, document, position, slots, valid, at, fed, rank = (
+        x.to(device, non_blocking=True) for x in (tokens, document, position, slots, valid, at, fed, rank)
+    )
+    supervised = valid & covered.expand(steps, -1, -1).gather(2, fed)
+    index = torch.where(supervised, rank.expand(steps, -1, -1).gather(2, fed), -1)
+    if denominators is None:
+        denominators = supervised.sum((1, 2)).clamp(min=1).float()
+    blocks = block_index(anchor_mask(slots, document), t) if device.type == "cuda" else None
+    denominators = denominators.to(device, torch.float32)
+    return RowBatch(tokens, document, position, features, slots, teacher, index, valid, denominators, blocks)
+
+
+def valid_slots(document: Tensor, loss_mask: Tensor, steps: int) -> Tensor:
+    """valid(t,s) [S,B,T]: the token that slot t feeds at step s is learned and belongs to the slot's document."""
+    ahead = [F.pad(x, (0, steps), value=fill) for x, fill in ((document, -1), (loss_mask.bool(), False))]
+    t = document.shape[1]
+    documents, learned = (torch.stack([x[:, s + 1 : s + 1 + t] for s in range(steps)]) for x in ahead)
+    return learned & (documents == document) & (document >= 0)
+
+
+def first_true(mask: Tensor, capacity: int) -> Tensor:
+    """Indices [B,capacity] of the true entries of mask [B,T] in order, -1 behind them."""
+    order = mask.int().argsort(dim=1, descending=True, stable=True)
+    order = F.pad(order, (0, max(capacity - order.shape[1], 0)))[:, :capacity]
+    return torch.where(torch.arange(capacity, device=mask.device) < mask.sum(1, keepdim=True), order, -1)
+
+
+def teach(logits: Tensor, draft_ids: Tensor, largest_id: int) -> tuple[Tensor, Tensor]:
+    """p [m,Vd] over the draft ids, renormalised, and whether the argmax over all V is one of them [m]."""
+    v = logits.shape[-1]
+    if largest_id >= v:
+        raise ValueError(
+            f"token id {largest_id} is not below the target's vocabulary size {v}; is this the target's tokenizer?"
+        )
+    if len(draft_ids) == v:
+        return upcast(logits[:, draft_ids]).softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
+    drafted = torch.zeros(v, dtype=torch.bool, device=logits.device).index_fill(0, draft_ids, True)
+    return upcast(logits[:, draft_ids]).softmax(-1), drafted[logits.argmax(-1)]
+
+
+def check_rows(tokens, document, position, features, loss_mask, last_hidden) -> None:
+    for name, x in dict(document=document, position=position, loss_mask=loss_mask).items():
+        if x.shape != tokens.shape:
+            raise ValueError(f"{name} is {tuple(x.shape)}, tokens are {tuple(tokens.shape)}; both must be [B,T]")
+    for name, x in dict(features=features, last_hidden=last_hidden).items():
+        if x.shape[:2] != tokens.shape:
+            raise ValueError(
+                f"{name} are {tuple(x.shape)}, tokens are {tuple(tokens.shape)}; the first two sizes must agree"
+            )
+    if tokens.numel() == 0 or tokens.min() < 0:
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} hold no row or a negative id")
+    begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True) & (document >= 0)
+    for row, first in zip(document, begins, strict=True):
+        ids = row[first]
+        if ids.unique().numel() != ids.numel():
+            raise ValueError(f"a document lies in two pieces in one row (document ids at its starts: {ids.tolist()})")
+
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+class Metrics(NamedTuple):
+    """Detached tensors of one batch; read them when you must wait for the device anyway."""
+
+    step_loss: Tensor  # [S] each step's loss over its denominator
+    step_hits: Tensor  # [S] draft argmax = target argmax
+    step_supervised: Tensor  # [S]
+    step_valid: Tensor  # [S] slots valid at every step up to s
+    step_prefix_hits: Tensor  # [S] those also supervised and right at every step up to s
+    hit: Tensor  # [S,B,A]
+
+    @property
+    def valid_tokens(self) -> Tensor:
+        return self.step_supervised.sum().float()
+
+    @property
+    def accuracy(self) -> Tensor:
+        return self.step_hits.sum() / self.valid_tokens.clamp(min=1)
+
+    @property
+    def accept_length(self) -> Tensor:
+        """Simulated: 1 + sum over s of the share of chains right up to s, every slot a start."""
+        return 1 + (self.step_prefix_hits / self.step_valid.clamp(min=1)).sum()
+
+
+class TTTLoss(nn.Module):
+    """The S-step loss of a draft on a `RowBatch`: `loss, metrics = TTTLoss(draft)(rows)`.
+
+    loss: "ce" soft cross-entropy; "alpha" -log of the acceptance alpha = sum_v min(p, q); "lambda" w CE +
+    (1-w)(1-alpha) with w = lk_scale exp(-lk_decay mean alpha). Steps weigh step_decay**s. recompute: "step" remakes
+    each step in the backward, so that memory hardly grows with S.
+    """
+
+    def __init__(
+        self, draft, steps=7, loss="ce", lk_scale=1.0, lk_decay=3.0, step_decay=0.8, recompute="none", logits_rows=512
+    ):
+        super().__init__()
+        if steps < 1 or loss not in ("ce", "alpha", "lambda") or recompute not in ("none", "step"):
+            raise ValueError(
+                f"steps {steps} must be positive, loss {loss!r} ce, alpha or lambda, recompute {recompute!r} none or step"
+            )
+        self.draft, self.steps, self.loss, self.recompute = draft, steps, loss, recompute
+        self.lk_scale, self.lk_decay, self.step_decay = lk_scale, lk_decay, step_decay
+        self.logits_rows = logits_rows  # logits exist for so many rows at a time, or for a 16th of them
+
+    def forward(self, rows: RowBatch) -> tuple[Tensor, Metrics]:
+        hidden = self.unroll(rows)
+        x = hidden if self.draft.config.norm_output else self.draft.model.norm(hidden)
+        supervised = rows.teacher_index >= 0
+        weight = self.step_decay ** torch.arange(self.steps, device=x.device, dtype=torch.float32)
+        scale = supervised * (weight / weight.sum() / rows.denominators)[:, None, None]
+        offset = torch.arange(len(rows.teacher), device=x.device)[:, None] * rows.teacher.shape[1]
+        index = (rows.teacher_index.clamp(min=0) + offset).flatten()
+        head, teacher = self.draft.lm_head.weight, rows.teacher.flatten(0, 1)
+        chunk = max(-(-index.numel() // 16), self.logits_rows)
+        x = rearrange(x, "s b a h -> (s b a) h")
+        ce = torch.ones_like(scale)
+        if self.loss == "lambda":
+            alpha = acceptance(x.detach(), head.detach(), teacher, index, chunk).view_as(scale)
+            mean = (alpha * supervised).sum((1, 2)) / supervised.sum((1, 2)).clamp(min=1)
+            ce = ce * (self.lk_scale * torch.exp(-self.lk_decay * mean))[:, None, None]
+        per_row, hit, dx, dw = loss_and_gradients(
+            x.detach(),
+            head.detach(),
+            teacher,
+            index,
+            scale.flatten(),
+            ce.flatten(),
+            self.loss,
+            chunk,
+            torch.is_grad_enabled(),
+        )
+        loss = (scale.flatten() * per_row).sum()
+        if torch.is_grad_enabled():
+            loss = MadeInForward.apply(x, head, loss, dx, dw)
+        return loss, self.metrics(rows, per_row.view_as(scale), hit.view_as(scale) & supervised)
+
+    def unroll(self, rows: RowBatch) -> Tensor:
+        """The states a[t,s] of all anchors [S,B,A,H], before `norm` unless `norm_output`."""
+        draft, layer = self.draft, self.draft.model.layers[0]
+        attn, cfg = layer.self_attn, draft.config
+        g = draft.project_hidden_states(rows.features)
+        # W [norm(e); norm(a)] = W_e norm(e) + W_a norm(a): the token half is made once, every step reads it further on.
+        halves = [None if p is None else p.weight.to(g.dtype).chunk(2, dim=1) for p in attn.input_projections()]
+        e = layer.input_layernorm(draft.embed_input_ids(rows.tokens).to(g.dtype))
+        token = [None if w is None else F.linear(e, w[0]) for w in halves]
+        w_state = [None if w is None else w[1] for w in halves]
+        pre_kv = token[1].roll(-1, dims=1) + F.linear(layer.hidden_norm(g), w_state[1])
+        k, v = attn.keys_values(attn.latents(pre_kv, rows.position))
+        mask = anchor_mask(rows.anchors, rows.document, rows.block_mask)
+        at = rows.anchors.clamp(min=0)
+        fixed = (token, w_state, k, v, mask, at, rows.position.gather(1, at))
+        width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+        cache = TTTCache.allocate(self.steps, *at.shape, width, g.dtype, g.device).buffer
+        a, states = take(g, at), []
+        for s in range(self.steps):
+            if self.recompute == "step" and torch.is_grad_enabled():
+                a, cache = checkpoint(self.step, s, a, cache, *fixed, use_reentrant=False, preserve_rng_state=False)
+            else:
+                a, cache = self.step(s, a, cache, *fixed)
+            states.append(a)
+        return torch.stack(states)
+
+    def step(self, s, a, cache, token, w_state, k, v, mask, at, position) -> tuple[Tensor, Tensor]:
+        """a[t,s] [B,A,H] of a[t,s-1], and the cache with this step's latents."""
+        layer = self.draft.model.layers[0]
+        attn = layer.self_attn
+        fed = (at + (1 + s)).clamp(max=token[1].shape[1] - 1)
+        normed = layer.hidden_norm(a)
+        skip = 1 if s == 0 else None  # step 0's latents are made for all slots
+        pre_q, pre_kv, pre_gate = (
+            None if w is None or i == skip else take(x, fed) + F.linear(normed, w)
+            for i, (x, w) in enumerate(zip(token, w_state, strict=True))
+        )
+        q = attn.queries(pre_q, position + s)
+        o, lse = attend(q, k, v, mask, attn.scaling)
+        if s > 0:
+            own = TTTCache(cache)
+            own.write(s, attn.latents(pre_kv, position + s))
+            cache = own.buffer
+            o_own, lse_own = checkpoint(attn.diagonal, q, own.own(s), use_reentrant=False, preserve_rng_state=False)
+            o = torch.lerp(o, o_own, torch.sigmoid(lse_own - lse)[..., None].to(o.dtype))  # one softmax over both parts
+        a = layer.finish(a, attn.output(o, pre_gate))
+        return (self.draft.model.norm(a) if self.draft.config.norm_output else a), cache
+
+    @torch.no_grad()
+    def metrics(self, rows: RowBatch, per_row: Tensor, hit: Tensor) -> Metrics:
+        supervised = rows.teacher_index >= 0
+        chain_valid, chain_hit = rows.valid.long().cumprod(0), (hit & rows.valid).long().cumprod(0)
+        count = {
+            "step_valid": chain_valid,
+            "step_prefix_hits": chain_hit,
+            "step_hits": hit,
+            "step_supervised": supervised,
+        }
+        count = {name: x.sum((1, 2)) for name, x in count.items()}
+        return Metrics(step_loss=(per_row * supervised).sum((1, 2)) / rows.denominators, hit=hit, **count)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """x[b, index[b,a]] [B,A,D] of x [B,T,D]."""
+    return x.gather(1, repeat(index, "b a -> b a d", d=x.shape[-1]))
+
+
+class MadeInForward(torch.autograd.Function):
+    """Gives a loss that was computed together with its gradients to autograd: backward only scales them."""
+
+    @staticmethod
+    def forward(ctx, x, weight, loss, dx, dw):
+        ctx.save_for_backward(dx, dw)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, d_loss):
+        dx, dw = ctx.saved_tensors
+        return d_loss.to(dx.dtype) * dx, d_loss.to(dw.dtype) * dw, None, None, None
+
+
+@torch.no_grad()
+def loss_and_gradients(x, weight, teacher, index, scale, ce, kind: str, chunk: int, with_gradients: bool):
+    """Linear and loss fused over chunks of rows, so that logits exist for one chunk at a time.
+
+    x [N,H], weight [Vd,H], teacher [U,Vd] with its row per x row in index [N]; scale [N] multiplies a row's loss (0:
+    not supervised), ce [N] is its w of the "lambda" loss. Returns the unscaled losses [N], whether the argmaxes agree
+    [N], and the gradients of sum(scale * loss): dx [N,H] in x's dtype, dweight [Vd,H] in weight's (None, None without).
+    """
+    w = weight.to(x.dtype)
+    losses, hits, dxs = [], [], []
+    dw = torch.zeros_like(weight) if with_gradients else None
+    for xc, i, sc, cc in zip(x.split(chunk), index.split(chunk), scale.split(chunk), ce.split(chunk), strict=True):
+        p = teacher[i]
+        log_q = upcast(xc @ w.T).log_softmax(-1)
+        q = log_q.exp()
+        hits.append(log_q.argmax(-1) == p.argmax(-1))
+        cross_entropy, alpha = -(p * log_q).sum(-1), torch.minimum(p, q).sum(-1)
+        if kind == "ce":
+            losses.append(cross_entropy)
+            d_ce, d_alpha = sc, None
+        elif kind == "alpha":
+            some = alpha > 0
+            losses.append(torch.where(some, -alpha.clamp(min=1e-45).log(), 0.0))
+            d_ce, d_alpha = None, torch.where(some, -sc / alpha, 0.0)
+        else:
+            losses.append(cc * cross_entropy + (1 - cc) * (1 - alpha))
+            d_ce, d_alpha = sc * cc, -sc * (1 - cc)
+        if not with_gradients:
+            continue
+        dz = 0.0 if d_ce is None else d_ce[:, None] * (q - p)
+        if d_alpha is not None:
+            below = (q < p) + 0.5 * (q == p)  # the subgradient autograd takes at a tie
+            dz = dz + d_alpha[:, None] * q * (below - (q * below).sum(-1, keepdim=True))
+        dz = dz.to(x.dtype)
+        dxs.append(dz @ w)
+        dw += dz.T @ xc
+    return torch.cat(losses), torch.cat(hits), torch.cat(dxs) if with_gradients else None, dw
+
+
+@torch.no_grad()
+def acceptance(x, weight, teacher, index, chunk: int) -> Tensor:
+    """alpha [N] = sum_v min(p, q) of every row, chunk by chunk."""
+    w = weight.to(x.dtype)
+    parts = zip(x.split(chunk), index.split(chunk), strict=True)
+    return torch.cat([torch.minimum(teacher[i], upcast(xc @ w.T).softmax(-1)).sum(-1) for xc, i in parts])
+
+
+# ----------------------------------------------------------------------------------- what engines read (vLLM, SGLang)
+
+
+def export_config(draft: DeepseekV3Eagle3DraftModel, dtype: torch.dtype = torch.bfloat16) -> dict:
+    """`config.json` of an MLA EAGLE-3 draft as vLLM and SGLang load it: top-level rope_theta and rope_scaling."""
+    cfg = draft.config
+    if cfg.q_lora_rank is None:
+        raise ValueError(
+            "engines load MLA drafts with q_lora_rank alone and this draft has none; train one with q_lora_rank"
+        )
+    skip = {"rope_parameters", "initializer_range", "eagle_aux_hidden_state_layer_ids"}
+    own = {field.name for field in fields(cfg)} - {field.name for field in fields(PretrainedConfig)} - skip
+    rope = {key: value for key, value in (cfg.rope_parameters or {}).items() if key != "rope_theta"}
+    config = {
+        "architectures": [draft.engine_architecture],
+        "model_type": cfg.model_type,
+        "num_hidden_layers": 1,
+        "hidden_act": draft.hidden_act,
+        **{name: getattr(cfg, name) for name in sorted(own)},
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    if cfg.rope_parameters:
+        scaled = rope["rope_type"] != "default"
+        config |= {
+            "rope_theta": cfg.rope_parameters["rope_theta"],
+            "rope_scaling": {"type": rope["rope_type"], **rope} if scaled else None,
+        }
+    if cfg.eagle_aux_hidden_state_layer_ids is not None:
+        ids = {"eagle_aux_hidden_state_layer_ids": list(cfg.eagle_aux_hidden_state_layer_ids)}
+        config |= ids | {"eagle_config": ids}  # vLLM reads the first, SGLang the second
+    return config
+
+
+def export_state(draft: DeepseekV3Eagle3DraftModel, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Tensors under the names engines want (no `model.` prefix); d2t as offsets and t2d only at a reduced vocabulary."""
+    state = {name.removeprefix("model."): x.detach() for name, x in draft.state_dict().items()}
+    assert draft.draft_ids is not None  # raises when the vocabulary was never mapped
+    return {name: (x.to(dtype) if x.is_floating_point() else x).cpu().contiguous() for name, x in state.items()}
+
+
+def import_state(draft: DeepseekV3Eagle3DraftModel, state: dict[str, Tensor]) -> None:
+    """Load an exported or published draft's tensors: with or without `model.`, `layers.0.` or `midlayer.`.
+
+    ValueError lists every tensor that is missing, unexpected or of another shape; then nothing was loaded.
+    """
+    own = draft.state_dict()
+
+    def full_name(name: str) -> str:
+        name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+        return name if name in own else f"model.{name}"
+
+    state = {full_name(name): x for name, x in state.items()}
+    if draft.config.draft_vocab_size == draft.config.vocab_size:
+        state = {name: x for name, x in state.items() if name not in ("model.d2t", "model.t2d")}
+    wrong = [
+        f"{name} {tuple(x.shape)} (want {tuple(own[name].shape)})"
+        for name, x in state.items()
+        if name in own and x.shape != own[name].shape
+    ]
+    missing, unexpected = sorted(own.keys() - state), sorted(state.keys() - own)
+    if missing or unexpected or wrong:
+        raise ValueError(
+            f"not this draft's tensors: missing {missing}, unexpected {unexpected}, of another shape {wrong}"
+        )
+    draft.load_state_dict(state)
