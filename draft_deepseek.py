@@ -97,31 +97,28 @@ class Eagle3MLAConfig(PretrainedConfig):
 
     @staticmethod
     def resolve_rope(rope, theta) -> dict:
-        """One dict with rope_type and rope_theta out of any config's form; ValueError when it cannot be rotated
-        exactly.
-        """
+        """One dict with rope_type and rope_theta out of any config's form; ValueError when it cannot be rotated."""
         rope = dict(rope or {})
-        rope["rope_type"] = rope.pop("type", None) if rope.get("rope_type") is None else rope["rope_type"]
-        rope["rope_type"] = rope["rope_type"] or "default"
-        rope.pop("type", None)
+        old_type = rope.pop("type", None)
+        rope["rope_type"] = rope.get("rope_type") or old_type or "default"
         rope["rope_theta"] = theta if rope.get("rope_theta") is None else rope["rope_theta"]
         if rope["rope_type"] not in ("default", "yarn"):
             raise ValueError(f"rope_type is {rope['rope_type']!r}; a draft rotates by 'default' or 'yarn'")
         if rope["rope_theta"] is None:
             raise ValueError(
-                "the config has no rope_theta, neither top level nor in rope_parameters; copy the target's"
+                "no rope_theta, neither at the config's top level nor in rope_parameters; copy the target's"
             )
         if rope["rope_type"] == "yarn":
             missing = [key for key in ("factor", "original_max_position_embeddings") if rope.get(key) is None]
             if missing or rope.get("attention_factor") is not None:
                 raise ValueError(
-                    f"yarn needs {missing or 'no attention_factor, but mscale and mscale_all_dim'}; got {rope}"
+                    f"yarn needs {missing or 'mscale and mscale_all_dim, no attention_factor'}; got {rope}"
                 )
         return rope
 
     @classmethod
     def from_any(cls, config) -> "Eagle3MLAConfig":
-        """From this class, any Hugging Face config object, a `config.json` dict, or a path; unknown keys are left out."""
+        """From this class, any Hugging Face config, a `config.json` dict or a path; unknown keys are left out."""
         if isinstance(config, cls):
             return config
         if isinstance(config, str | Path):
@@ -188,9 +185,7 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         document = torch.where(attention_mask.bool(), 0, -1)
         if seq_lens is not None:
             if position_ids is None:
-                raise ValueError(
-                    "seq_lens packs documents and needs position_ids that restart with each of them; got None"
-                )
+                raise ValueError("seq_lens packs documents and needs position_ids that restart with each; got None")
             if (seq_lens.sum(1) != t).any():
                 raise ValueError(f"seq_lens must sum to the row's {t} slots; got sums {seq_lens.sum(1).tolist()}")
             ends = seq_lens.cumsum(1)
@@ -201,10 +196,9 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         visible = causal & (document[:, :, None] == document[:, None, :]) & (document >= 0)[:, None, :]
         mask = torch.zeros(b, 1, t, t, dtype=torch.float32, device=device)
         mask = mask.masked_fill(~visible[:, None], float("-inf"))
-        layer, embeds = self.model.layers[0], self.embed_input_ids(input_ids)
-        hidden = layer(
-            embeds, projected_hidden_states, mask, position_ids, [[], []] if cache_hidden is None else cache_hidden
-        )
+        cache = [[], []] if cache_hidden is None else cache_hidden
+        embeds = self.embed_input_ids(input_ids)
+        hidden = self.model.layers[0](embeds, projected_hidden_states, mask, position_ids, cache)
         return self.model.norm(hidden) if self.config.norm_output else hidden
 
     def project_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
@@ -212,10 +206,12 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         n_aux, width = self.config.num_aux_hidden_states, self.config.target_hidden_size
         if aux_hidden_states.shape[-1] != n_aux * width:
             raise ValueError(
-                f"features are {aux_hidden_states.shape[-1]} wide, this draft wants {n_aux} x target_hidden_size {width} = "
-                f"{n_aux * width}; is --model the target they were captured from?"
+                f"features are {aux_hidden_states.shape[-1]} wide, this draft wants {n_aux} x target_hidden_size "
+                f"{width} = {n_aux * width}; is --model the target they were captured from?"
             )
-        x = aux_hidden_states.to(self.model.fc.weight.dtype)
+        x = aux_hidden_states
+        if not torch.is_autocast_enabled(x.device.type):
+            x = x.to(self.model.fc.weight.dtype)
         if self.config.fc_norm:
             parts = zip(self.model.fc_norm, x.chunk(n_aux, dim=-1), strict=True)
             x = torch.cat([norm(part) for norm, part in parts], dim=-1)
@@ -237,18 +233,16 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
             return ids
         if int(self.t2d.sum()) != cfg.draft_vocab_size:
             raise ValueError(
-                f"the draft's {cfg.draft_vocab_size} of {cfg.vocab_size} tokens are not chosen; call set_vocab_mapping"
+                f"a draft of {cfg.draft_vocab_size} of {cfg.vocab_size} tokens needs set_vocab_mapping first"
             )
         return ids + self.d2t
 
     def set_vocab_mapping(self, selected_token_ids: Tensor) -> None:
-        """Draft id i stands for target id `selected_token_ids[i]`, in any order. ValueError: not Vd distinct ids in
-        0..V-1.
-        """
+        """Draft id i stands for target id `selected_token_ids[i]`, in any order; ValueError: not Vd distinct ids."""
         cfg, ids = self.config, torch.as_tensor(selected_token_ids, dtype=torch.long).flatten().cpu()
         if ids.numel() != cfg.draft_vocab_size or ids.unique().numel() != ids.numel():
             raise ValueError(
-                f"got {ids.numel()} ids, {ids.unique().numel()} distinct; want {cfg.draft_vocab_size} distinct ones"
+                f"{ids.numel()} ids, {ids.unique().numel()} distinct; want {cfg.draft_vocab_size} distinct"
             )
         if ids.min() < 0 or ids.max() >= cfg.vocab_size:
             raise ValueError(f"ids span {ids.min()}..{ids.max()}; they must lie in 0..{cfg.vocab_size - 1}")
@@ -263,9 +257,7 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         source, own = target_embedding.weight, self.model.embed_tokens.weight
         source = source.full_tensor() if hasattr(source, "full_tensor") else source
         if source.shape != own.shape:
-            raise ValueError(
-                f"target embeddings are {tuple(source.shape)}, the draft's {tuple(own.shape)}; they must agree"
-            )
+            raise ValueError(f"target embeddings are {tuple(source.shape)}, the draft's must equal {tuple(own.shape)}")
         with torch.no_grad():
             own.copy_(source)
 
@@ -317,9 +309,7 @@ class Eagle3DeepseekDecoderLayer(nn.Module):
 
 
 class Eagle3DeepseekMLAAttention(nn.Module):
-    """MLA of DeepSeek-V3 (arXiv 2412.19437, section 2.1.1) over the fused 2H-wide input, or H-wide without
-    `fuse_input`.
-    """
+    """MLA of DeepSeek-V3 (arXiv 2412.19437, section 2.1.1); its input is 2H wide, or H without `fuse_input`."""
 
     def __init__(self, config, fuse_input: bool = True):
         super().__init__()
@@ -384,7 +374,7 @@ class Eagle3DeepseekMLAAttention(nn.Module):
         return torch.cat([q_nope, self.rotate(q_rope, position[:, None])], dim=-1)
 
     def latents(self, pre_kv: Tensor, position: Tensor) -> Tensor:
-        """[B,T,R+Dr] of the latent projection's output: the normed latent and the one rotated key slice of all heads."""
+        """[B,T,R+Dr] of the latent projection's output: the normed latent and the rotated key slice all heads share."""
         c, k_rope = pre_kv.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
         return torch.cat([self.kv_a_layernorm(c), self.rotate(k_rope, position)], dim=-1)
 
@@ -396,25 +386,24 @@ class Eagle3DeepseekMLAAttention(nn.Module):
         k_nope, v = kv.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=-1)
         return torch.cat([k_nope, repeat(k_rope, "b t d -> b n t d", n=cfg.num_attention_heads)], dim=-1), v
 
-    def diagonal(self, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention of q [B,n,A,Dn+Dr] to its own slot's latents [j,B,A,R+Dr]: (o [B,n,A,Dv], log-sum-exp [B,n,A]).
+    def latent_attention(self, q: Tensor, latents: Tensor, of: str = "j b a", hidden: Tensor | None = None):
+        """Attention of q [B,n,A,Dn+Dr] to latents: (o [B,n,A,Dv], log-sum-exp [B,n,A]).
 
-        The up-projections are absorbed into query and context (DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so that
-        no key or value of a later step exists. Its caller recomputes it in the backward: q W_uk and the context are 2nR
-        wide.
+        latents [j,B,A,R+Dr] are each query's own; `of` "b j" reads [B,j,R+Dr], the same for all queries of a row, where
+        `hidden` [B,1,A,j] masks. Up-projections are absorbed into query and context (DeepSeek-V2, arXiv 2405.04434,
+        section 2.1.2): no key or value exists. q W_uk and the context are 2nR wide; training remakes them.
         """
         cfg = self.config
         w = rearrange(self.kv_b_proj.weight.to(q.dtype), "(n d) r -> n d r", n=cfg.num_attention_heads)
         w_uk, w_uv = w.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=1)
         q_nope, q_rope = q.split([cfg.qk_nope_head_dim, cfg.qk_rope_head_dim], dim=-1)
-        c, k_rope = own.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
+        c, k_rope = latents.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)
         q_latent = einsum(q_nope, w_uk, "b n a d, n d r -> b n a r")
-        scores = einsum(q_latent, c, "b n a r, j b a r -> b n a j") + einsum(
-            q_rope, k_rope, "b n a d, j b a d -> b n a j"
-        )
-        scores = upcast(scores) * self.scaling
-        p = scores.softmax(-1).to(q.dtype)
-        context = einsum(p, c, "b n a j, j b a r -> b n a r")
+        scores = einsum(q_latent, c, f"b n a r, {of} r -> b n a j")
+        scores = upcast(scores + einsum(q_rope, k_rope, f"b n a d, {of} d -> b n a j")) * self.scaling
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        context = einsum(scores.softmax(-1).to(q.dtype), c, f"b n a j, {of} r -> b n a r")
         return einsum(context, w_uv, "b n a r, n v r -> b n a v"), scores.logsumexp(-1)
 
     def output(self, o: Tensor, pre_gate: Tensor | None) -> Tensor:
@@ -479,8 +468,7 @@ def rotate_interleaved(x: Tensor, position: Tensor, config) -> Tensor:
 
 
 def rope_frequencies(config, device=None) -> tuple[Tensor, float]:
-    """Radians per position of each pair, float32 [Dr/2], and the amplitude of cos and sin (1.0 but for odd yarn
-    mscales).
+    """Radians per position of each pair, float32 [Dr/2], and the amplitude of cos and sin (yarn; mostly 1.0).
 
     yarn (arXiv 2309.00071): pairs that turn more than beta_fast times within the original context stay as they are,
     those under beta_slow are slowed down by `factor`, a linear ramp between. Powers are taken in float64: exact float32
@@ -527,9 +515,7 @@ class TTTCache:
         return cls(torch.zeros(steps - 1, batch, slots, width, dtype=dtype, device=device))
 
     def write(self, step: int, latent: Tensor) -> None:
-        """Out of place while gradients are on (Inductor makes it in place again); slice assignment would break
-        autograd.
-        """
+        """Out of place while gradients are on, where slice assignment breaks autograd; Inductor undoes the copy."""
         if torch.is_grad_enabled():
             self.buffer = torch.slice_scatter(self.buffer, latent[None], dim=0, start=step - 1, end=step)
         else:
@@ -541,9 +527,7 @@ class TTTCache:
 
     def append(self, latent: Tensor) -> list[Tensor]:
         if self.step > len(self.buffer):
-            raise ValueError(
-                f"this TTTCache holds {len(self.buffer) + 1} steps and is full; allocate one with more steps"
-            )
+            raise ValueError(f"this TTTCache is full with its {len(self.buffer) + 1} steps; allocate one for more")
         if self.step == 0:
             self.first = latent
         else:
@@ -581,6 +565,12 @@ class BlockIndex(NamedTuple):
 
 BLOCK = 128  # queries and keys per FlexAttention block
 
+# At query width 192, padded to 256, FlexAttention's own backward tiles spill 1,100 bytes a thread on Hopper, and so do
+# all but one of max-autotune's candidates. These neither spill nor outgrow shared memory, forward and backward.
+HOPPER = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 64, "fwd_num_warps": 8, "fwd_num_stages": 3}
+HOPPER |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64}
+HOPPER |= {"bwd_num_warps": 8, "bwd_num_stages": 2}
+
 
 def anchor_mask(anchors: Tensor, document: Tensor, blocks: BlockIndex | None = None) -> AnchorMask:
     """The mask of anchors [B,A] (-1 unused) over rows of contiguous documents [B,T] (-1 padding)."""
@@ -611,7 +601,7 @@ def block_index(mask: AnchorMask, slots: int) -> BlockIndex:
 
     def order(active: Tensor) -> tuple[Tensor, Tensor]:
         active = active[:, None]
-        return active.sum(-1, dtype=torch.int32), active.int().argsort(-1, descending=True, stable=True).int()
+        return active.sum(-1, dtype=torch.int32), active.int().argsort(dim=-1, descending=True, stable=True).int()
 
     part = touched & ~full
     return BlockIndex(*order(part), *order(full), *order(part.mT), *order(full.mT))
@@ -632,20 +622,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnchorMask, scale: float) -> t
 def attend_flex(q, k, v, mask: AnchorMask, scale: float):
     first, last, blocks = mask
     if blocks.kv.shape[-1] != -(-k.shape[2] // BLOCK) or blocks.q.shape[-1] != -(-q.shape[2] // BLOCK):
-        raise ValueError(
-            f"the block mask is for {blocks.q.shape[-1]} x {blocks.kv.shape[-1]} blocks, not {q.shape[2]} x {k.shape[2]} slots"
-        )
+        built = f"{blocks.q.shape[-1]} x {blocks.kv.shape[-1]} blocks of {BLOCK}"
+        raise ValueError(f"the block mask is for {built}, not for {q.shape[2]} anchors x {k.shape[2]} slots")
 
     def visible(b, h, q_index, kv_index):
         return (kv_index >= first[b, q_index]) & (kv_index <= last[b, q_index])
 
-    block_mask = BlockMask((q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
-    o, aux = flex_attention(q, k, v, block_mask=block_mask, scale=scale, return_aux=AuxRequest(lse=True))
+    mask = BlockMask((q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
+    wide_on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0) and 128 < q.shape[-1] <= 256
+    options = HOPPER if wide_on_hopper else None
+    o, aux = flex_attention(
+        q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options
+    )
     return o, aux.lse
 
 
 def attend_dense(q, k, v, mask: AnchorMask, scale: float, rows: int = 512):
-    """Plain masked softmax, `rows` anchors at a time and recomputed in the backward: what runs where nothing else does."""
+    """Plain masked softmax, `rows` anchors at a time, recomputed in the backward: runs where nothing else does."""
 
     def block(q, first, last):
         slot = torch.arange(k.shape[2], device=k.device)
@@ -657,7 +650,7 @@ def attend_dense(q, k, v, mask: AnchorMask, scale: float, rows: int = 512):
         return einsum(p, v, "b n a t, b n t v -> b n a v"), lse.masked_fill(empty, float("-inf"))
 
     parts = zip(q.split(rows, 2), mask.first.split(rows, 1), mask.last.split(rows, 1), strict=True)
-    done = [checkpoint(block, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
+    done = [remade(block, *part) for part in parts]
     return torch.cat([o for o, _ in done], dim=2), torch.cat([lse for _, lse in done], dim=2)
 
 
@@ -666,17 +659,13 @@ NAMESPACE = __name__.replace(".", "_")  # two copies of this file may live in on
 
 @torch.library.custom_op(f"{NAMESPACE}::attend_cpu", mutates_args=())
 def attend_cpu(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """CPU backend: PyTorch's flash kernel for blocks of anchors, each over the slots from its lowest to its highest
-    key.
+    """CPU backend: PyTorch's flash kernel for blocks of anchors, each over the span of slots that it sees.
 
-    An operator of its own, because those bounds are read from the data: compiled graphs call it as it is.
+    An operator of its own, because those spans are read from the data: compiled graphs call it as it is.
     """
     width, dv = padded_width(q, v), v.shape[-1]
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    o, lse = (
-        torch.zeros_like(q),
-        q.new_full(q.shape[:3], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32)),
-    )
+    o, lse = torch.zeros_like(q), upcast(q[..., 0]).new_full(q.shape[:3], float("-inf"))
     for b, a, t, mask in anchor_blocks(first, last, q.dtype):
         o[b, :, a], lse[b, :, a] = flash(q[b, :, a], k[b, :, t], v[b, :, t], attn_mask=mask, scale=scale)
     return o[..., :dv].contiguous(), lse
@@ -684,22 +673,14 @@ def attend_cpu(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, sca
 
 @torch.library.custom_op(f"{NAMESPACE}::attend_cpu_backward", mutates_args=())
 def attend_cpu_backward(
-    d_o: Tensor,
-    d_lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    first: Tensor,
-    last: Tensor,
+    d_o: Tensor, d_lse: Tensor, q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, o: Tensor, lse: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The kernel's backward forms dS = P (dO V' - sum(dO O)). A spare channel with V = 0, dO = 1, O = -dlse makes that
     dS = P (dO V' - sum(dO O) + dlse): the gradient of the log-sum-exp, at no cost."""
     width, d, dv = padded_width(q, v), q.shape[-1], v.shape[-1]
-    spare = (d_lse[..., None].new_ones(d_lse.shape)[..., None].to(d_o.dtype), -d_lse[..., None].to(o.dtype))
-    d_o, o = (F.pad(torch.cat(pair, -1), (0, width - dv - 1)) for pair in zip((d_o, o), spare, strict=True))
+    d_o = F.pad(torch.cat([d_o, torch.ones_like(d_o[..., :1])], -1), (0, width - dv - 1))
+    o = F.pad(torch.cat([o, -d_lse[..., None].to(o.dtype)], -1), (0, width - dv - 1))
     q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
     dq, dk, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for b, a, t, mask in anchor_blocks(first, last, q.dtype):
@@ -720,9 +701,8 @@ def anchor_blocks(first: Tensor, last: Tensor, dtype: torch.dtype, rows: int = 1
             low, high = first[b, anchors, None], last[b, anchors, None]
             slots = slice(int(low[0]), int(high[-1]) + 1)
             slot = torch.arange(slots.start, slots.stop)
-            mask = torch.zeros(len(low), len(slot), dtype=dtype).masked_fill_(
-                (slot < low) | (slot > high), float("-inf")
-            )
+            hidden = (slot < low) | (slot > high)
+            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
             yield slice(b, b + 1), anchors, slots, mask[None, None]
 
 
@@ -736,19 +716,17 @@ def padded_width(q: Tensor, v: Tensor) -> int:
 
 @attend_cpu.register_fake
 def _(q, k, v, first, last, scale):
-    return q.new_empty(*q.shape[:3], v.shape[-1]), q.new_empty(
-        q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32)
-    )
+    return q.new_empty(*q.shape[:3], v.shape[-1]), upcast(q[..., 0]).new_empty(q.shape[:3])
 
 
 @attend_cpu_backward.register_fake
-def _(d_o, d_lse, q, k, v, o, lse, first, last, scale):
+def _(d_o, d_lse, q, k, v, first, last, o, lse, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
-    ctx.scale = inputs[5]
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, d_o, d_lse):
@@ -791,8 +769,7 @@ def build_rows(
     anchors=None,
     denominators=None,
 ) -> RowBatch:
-    """Make a batch: which slots are anchors, what each learns at each step, and the teacher of every supervised token
-    once.
+    """A batch: which slots are anchors, what each learns at each step, and the teacher of each supervised token once.
 
     draft_ids [Vd] target ids of the draft vocabulary (`draft.draft_ids`); tokens, document, position, loss_mask [B,T]
     and features [B,T,num_aux*H_target], all unshifted; last_hidden [B,T,H_target] after the target's final norm, and
@@ -856,9 +833,7 @@ def teach(logits: Tensor, draft_ids: Tensor, largest_id: int) -> tuple[Tensor, T
     """p [m,Vd] over the draft ids, renormalised, and whether the argmax over all V is one of them [m]."""
     v = logits.shape[-1]
     if largest_id >= v:
-        raise ValueError(
-            f"token id {largest_id} is not below the target's vocabulary size {v}; is this the target's tokenizer?"
-        )
+        raise ValueError(f"token id {largest_id} is beyond the target's {v} tokens; is this the target's tokenizer?")
     if len(draft_ids) == v:
         return upcast(logits[:, draft_ids]).softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
     drafted = torch.zeros(v, dtype=torch.bool, device=logits.device).index_fill(0, draft_ids, True)
@@ -872,7 +847,7 @@ def check_rows(tokens, document, position, features, loss_mask, last_hidden) -> 
     for name, x in dict(features=features, last_hidden=last_hidden).items():
         if x.shape[:2] != tokens.shape:
             raise ValueError(
-                f"{name} are {tuple(x.shape)}, tokens are {tuple(tokens.shape)}; the first two sizes must agree"
+                f"{name} are {tuple(x.shape)}; the first two sizes must be the tokens' {tuple(tokens.shape)}"
             )
     if tokens.numel() == 0 or tokens.min() < 0:
         raise ValueError(f"tokens of shape {tuple(tokens.shape)} hold no row or a negative id")
@@ -924,7 +899,7 @@ class TTTLoss(nn.Module):
         super().__init__()
         if steps < 1 or loss not in ("ce", "alpha", "lambda") or recompute not in ("none", "step"):
             raise ValueError(
-                f"steps {steps} must be positive, loss {loss!r} ce, alpha or lambda, recompute {recompute!r} none or step"
+                f"steps {steps} (at least 1), loss {loss!r} (ce, alpha, lambda), recompute {recompute!r} (none, step)"
             )
         self.draft, self.steps, self.loss, self.recompute = draft, steps, loss, recompute
         self.lk_scale, self.lk_decay, self.step_decay = lk_scale, lk_decay, step_decay
@@ -943,24 +918,15 @@ class TTTLoss(nn.Module):
         x = rearrange(x, "s b a h -> (s b a) h")
         ce = torch.ones_like(scale)
         if self.loss == "lambda":
-            alpha = acceptance(x.detach(), head.detach(), teacher, index, chunk).view_as(scale)
+            alpha = acceptance(x, head, teacher, index, chunk).view_as(scale)
             mean = (alpha * supervised).sum((1, 2)) / supervised.sum((1, 2)).clamp(min=1)
             ce = ce * (self.lk_scale * torch.exp(-self.lk_decay * mean))[:, None, None]
-        per_row, hit, dx, dw = loss_and_gradients(
-            x.detach(),
-            head.detach(),
-            teacher,
-            index,
-            scale.flatten(),
-            ce.flatten(),
-            self.loss,
-            chunk,
-            torch.is_grad_enabled(),
-        )
-        loss = (scale.flatten() * per_row).sum()
-        if torch.is_grad_enabled():
+        scale, ce, learn = scale.flatten(), ce.flatten(), torch.is_grad_enabled()
+        per_row, hit, dx, dw = loss_and_gradients(x, head, teacher, index, scale, ce, self.loss, chunk, learn)
+        loss = (scale * per_row).sum()
+        if learn:
             loss = MadeInForward.apply(x, head, loss, dx, dw)
-        return loss, self.metrics(rows, per_row.view_as(scale), hit.view_as(scale) & supervised)
+        return loss, self.metrics(rows, per_row.view_as(supervised), hit.view_as(supervised) & supervised)
 
     def unroll(self, rows: RowBatch) -> Tensor:
         """The states a[t,s] of all anchors [S,B,A,H], before `norm` unless `norm_output`."""
@@ -982,7 +948,7 @@ class TTTLoss(nn.Module):
         a, states = take(g, at), []
         for s in range(self.steps):
             if self.recompute == "step" and torch.is_grad_enabled():
-                a, cache = checkpoint(self.step, s, a, cache, *fixed, use_reentrant=False, preserve_rng_state=False)
+                a, cache = remade(self.step, s, a, cache, *fixed)
             else:
                 a, cache = self.step(s, a, cache, *fixed)
             states.append(a)
@@ -1005,7 +971,7 @@ class TTTLoss(nn.Module):
             own = TTTCache(cache)
             own.write(s, attn.latents(pre_kv, position + s))
             cache = own.buffer
-            o_own, lse_own = checkpoint(attn.diagonal, q, own.own(s), use_reentrant=False, preserve_rng_state=False)
+            o_own, lse_own = remade(attn.latent_attention, q, own.own(s))
             o = torch.lerp(o, o_own, torch.sigmoid(lse_own - lse)[..., None].to(o.dtype))  # one softmax over both parts
         a = layer.finish(a, attn.output(o, pre_gate))
         return (self.draft.model.norm(a) if self.draft.config.norm_output else a), cache
@@ -1014,14 +980,13 @@ class TTTLoss(nn.Module):
     def metrics(self, rows: RowBatch, per_row: Tensor, hit: Tensor) -> Metrics:
         supervised = rows.teacher_index >= 0
         chain_valid, chain_hit = rows.valid.long().cumprod(0), (hit & rows.valid).long().cumprod(0)
-        count = {
-            "step_valid": chain_valid,
-            "step_prefix_hits": chain_hit,
-            "step_hits": hit,
-            "step_supervised": supervised,
-        }
-        count = {name: x.sum((1, 2)) for name, x in count.items()}
-        return Metrics(step_loss=(per_row * supervised).sum((1, 2)) / rows.denominators, hit=hit, **count)
+        step_loss = (per_row * supervised).sum((1, 2)) / rows.denominators
+        return Metrics(step_loss, *(x.sum((1, 2)) for x in (hit, supervised, chain_valid, chain_hit)), hit)
+
+
+def remade(function, *args):
+    """function(*args), its activations made again in the backward instead of kept."""
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
@@ -1097,9 +1062,7 @@ def export_config(draft: DeepseekV3Eagle3DraftModel, dtype: torch.dtype = torch.
     """`config.json` of an MLA EAGLE-3 draft as vLLM and SGLang load it: top-level rope_theta and rope_scaling."""
     cfg = draft.config
     if cfg.q_lora_rank is None:
-        raise ValueError(
-            "engines load MLA drafts with q_lora_rank alone and this draft has none; train one with q_lora_rank"
-        )
+        raise ValueError("engines load no MLA draft without q_lora_rank, and this draft has none; train one that has")
     skip = {"rope_parameters", "initializer_range", "eagle_aux_hidden_state_layer_ids"}
     own = {field.name for field in fields(cfg)} - {field.name for field in fields(PretrainedConfig)} - skip
     rope = {key: value for key, value in (cfg.rope_parameters or {}).items() if key != "rope_theta"}
@@ -1113,10 +1076,8 @@ def export_config(draft: DeepseekV3Eagle3DraftModel, dtype: torch.dtype = torch.
     }
     if cfg.rope_parameters:
         scaled = rope["rope_type"] != "default"
-        config |= {
-            "rope_theta": cfg.rope_parameters["rope_theta"],
-            "rope_scaling": {"type": rope["rope_type"], **rope} if scaled else None,
-        }
+        config["rope_theta"] = cfg.rope_parameters["rope_theta"]
+        config["rope_scaling"] = {"type": rope["rope_type"], **rope} if scaled else None
     if cfg.eagle_aux_hidden_state_layer_ids is not None:
         ids = {"eagle_aux_hidden_state_layer_ids": list(cfg.eagle_aux_hidden_state_layer_ids)}
         config |= ids | {"eagle_config": ids}  # vLLM reads the first, SGLang the second
@@ -1124,7 +1085,7 @@ def export_config(draft: DeepseekV3Eagle3DraftModel, dtype: torch.dtype = torch.
 
 
 def export_state(draft: DeepseekV3Eagle3DraftModel, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    """Tensors under the names engines want (no `model.` prefix); d2t as offsets and t2d only at a reduced vocabulary."""
+    """Tensors under the names engines want (no `model.` prefix); d2t (offsets), t2d only at a reduced vocabulary."""
     state = {name.removeprefix("model."): x.detach() for name, x in draft.state_dict().items()}
     assert draft.draft_ids is not None  # raises when the vocabulary was never mapped
     return {name: (x.to(dtype) if x.is_floating_point() else x).cpu().contiguous() for name, x in state.items()}
@@ -1151,7 +1112,5 @@ def import_state(draft: DeepseekV3Eagle3DraftModel, state: dict[str, Tensor]) ->
     ]
     missing, unexpected = sorted(own.keys() - state), sorted(state.keys() - own)
     if missing or unexpected or wrong:
-        raise ValueError(
-            f"not this draft's tensors: missing {missing}, unexpected {unexpected}, of another shape {wrong}"
-        )
+        raise ValueError(f"not this draft's tensors: missing {missing}, unexpected {unexpected}, misshaped {wrong}")
     draft.load_state_dict(state)

@@ -91,7 +91,7 @@ class KimiK3Eagle3MLAAttention(Eagle3DeepseekMLAAttention):
 
 
 class KimiK3MLP(Eagle3DeepseekMLP):
-    """SiTU: beta tanh(gate/beta) sigmoid(gate) times up, itself bent as linear_beta tanh(up/linear_beta); in float32."""
+    """SiTU: beta tanh(gate/beta) sigmoid(gate) times linear_beta tanh(up/linear_beta), in float32."""
 
     def __init__(self, config):
         super().__init__(config)

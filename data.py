@@ -1,0 +1,207 @@
+"""Text for training: the built-in corpus (the running Python's own standard library), as token documents with a loss mask.
+
+Knows tokenizers and files, never models.
+"""
+
+import ast
+import hashlib
+import random
+import sysconfig
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+MIN_DOCUMENT, MAX_DOCUMENT, MIN_ANSWER = 160, 768, 64  # bytes, which are the tokens of the built-in vocabulary
+HELD_OUT_SHARE = 12  # one file in so many is held out
+
+
+class Document(NamedTuple):
+    """One conversation as tokens. `loss_mask[i]` is set where token i is to be predicted: the answer and its end of turn."""
+
+    tokens: torch.Tensor  # [L] long
+    loss_mask: torch.Tensor  # [L] bool
+    source: str  # where it came from, for messages
+
+
+# ------------------------------------------------------------------------------------------------ the built-in corpus
+
+
+def python_documents(held_out: bool, seed: int = 0) -> list[tuple[str, str]]:
+    """Functions and classes of the standard library as (prompt, answer) pairs, 160 to 768 bytes together.
+
+    The split is by file and the same for every seed, so that no text on which a target was trained is ever held out from
+    its draft; the seed only shuffles. Raises ValueError where this Python ships no readable sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = {}  # a dict for its order: the same function stands in several files
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if is_test_file(relative) or is_held_out(relative) != held_out:
+            continue
+        documents.update(dict.fromkeys(cut_into_documents(path)))
+    if not documents:
+        raise ValueError(
+            f"no Python sources under {root}, the built-in corpus needs them; install Python's standard library as .py files or pass --data"
+        )
+    pairs = list(documents)
+    random.Random(seed).shuffle(pairs)
+    return pairs
+
+
+def is_test_file(relative: Path) -> bool:
+    return bool(SKIPPED_FOLDERS & set(relative.parts[:-1])) or relative.name.startswith("test_")
+
+
+def is_held_out(relative: Path) -> bool:
+    digest = hashlib.sha256(relative.as_posix().encode()).digest()  # hash() differs between processes
+    return digest[0] % HELD_OUT_SHARE == 0
+
+
+def cut_into_documents(path: Path) -> list[tuple[str, str]]:
+    """The (prompt, answer) pairs of one file; none for a file that is no UTF-8 or does not parse."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text)
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+    lines = text.split("\n")  # not splitlines(): that also splits at form feeds, which ast does not count
+    pairs = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pairs.append(cut(node, lines))
+        elif isinstance(node, ast.ClassDef):
+            whole = cut(node, lines)
+            methods = [] if whole else [n for n in node.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+            pairs += [whole] + [cut(method, lines) for method in methods]
+    return [pair for pair in pairs if pair is not None]
+
+
+def cut(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list[str]) -> tuple[str, str] | None:
+    """Signature and docstring, or the first third where that is more, as prompt; the rest as answer. None: unsuitable size."""
+    start = min([node.lineno] + [decorator.lineno for decorator in node.decorator_list]) - 1
+    block = textwrap.dedent("\n".join(lines[start : node.end_lineno]) + "\n")
+    size = len(block.encode())
+    if not MIN_DOCUMENT <= size <= MAX_DOCUMENT:
+        return None
+    first = node.body[0]
+    head = first.end_lineno if ast.get_docstring(node, clean=False) is not None else first.lineno - 1
+    rows, n = block.split("\n"), max(1, head - start)
+    while n < len(rows) and len("\n".join(rows[:n]).encode()) < size / 3:
+        n += 1
+    prompt, answer = "\n".join(rows[:n]) + "\n", "\n".join(rows[n:])
+    return (prompt, answer) if len(answer.encode()) >= MIN_ANSWER else None
+
+
+def document(tokenizer, prompt: str, answer: str, source: str = "corpus") -> Document:
+    """Tokens of one user and one assistant turn in the tokenizer's own chat template; the mask covers answer and end of turn.
+
+    The mask is the difference of two renderings: what the whole conversation has beyond the prompt with its generation
+    prompt. ValueError where the template rewrites the prompt, or a token spans the border.
+    """
+    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    opening = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(turns, tokenize=False)
+    before, tokens = (tokenizer(text, add_special_tokens=False).input_ids for text in (opening, whole))
+    if tokens[: len(before)] != before:
+        raise ValueError(
+            f"the chat template renders the prompt of {source} differently once it is answered: "
+            f"{opening[-40:]!r} against {whole[: len(opening)][-40:]!r}; its loss mask cannot be found by difference"
+        )
+    tokens = torch.tensor(tokens)
+    return Document(tokens, torch.arange(len(tokens)) >= len(before), source)
+
+
+# --------------------------------------------------------------------------------------------------------------- rows
+
+
+def anchors_of(loss_mask: torch.Tensor, steps: int) -> int:
+    """How many slots of one document [L] are valid at one of `steps` steps: those before a learned token, within reach."""
+    learned = F.pad(loss_mask[1:].float(), (0, steps))
+    return int(learned.unfold(0, steps, 1).amax(1).sum()) if len(loss_mask) > 1 else 0
+
+
+def choose_capacity(documents: list[Document], row_tokens: int, steps: int) -> int:
+    """Anchors per row: the multiple of row_tokens/16 that holds the documents' mean share of valid slots, a tenth to spare."""
+    share = sum(anchors_of(d.loss_mask, steps) for d in documents) / max(sum(len(d.tokens) for d in documents), 1)
+    unit = -(-row_tokens // 16)
+    return min(row_tokens, unit * -(-int(1.1 * share * row_tokens) // unit) or unit)
+
+
+def pack(sizes: list[tuple[int, int]], row_tokens: int, anchors: int, rng: random.Random) -> list[list[int]]:
+    """Documents of (tokens, anchors) packed into rows of at most `row_tokens` tokens and `anchors` anchors, as index lists.
+
+    Best fit in two dimensions: in pools of 1024 shuffled documents the largest goes first, into the row it leaves fullest.
+    A document with more anchors than that gets a row of its own kind, shared only with its like (up to row_tokens anchors).
+    The rows are shuffled; the same `rng` state gives the same rows.
+    """
+    order = list(range(len(sizes)))
+    rng.shuffle(order)
+    rows = []
+    for wide in (False, True):
+        limit = row_tokens if wide else anchors
+        ours = [i for i in order if (sizes[i][1] > anchors) == wide]
+        for start in range(0, len(ours), 1024):
+            rows += best_fit(ours[start : start + 1024], sizes, row_tokens, limit)
+    rng.shuffle(rows)
+    return rows
+
+
+def best_fit(pool: list[int], sizes: list[tuple[int, int]], tokens: int, anchors: int) -> list[list[int]]:
+    rows, left = [], []  # left: free tokens and anchors of each row
+    for i in sorted(pool, key=lambda i: -max(sizes[i][0] / tokens, sizes[i][1] / anchors)):
+        t, a = sizes[i]
+        fitting = [(min((x - t) / tokens, (y - a) / anchors), r) for r, (x, y) in enumerate(left) if x >= t and y >= a]
+        if fitting:
+            r = min(fitting)[1]
+            rows[r].append(i)
+            left[r] = (left[r][0] - t, left[r][1] - a)
+        else:
+            rows.append([i])
+            left.append((tokens - t, anchors - a))
+    return rows
+
+
+def cut_to(document: Document, row_tokens: int) -> Document:
+    return Document(document.tokens[:row_tokens], document.loss_mask[:row_tokens], document.source)
+
+
+def lay_out(rows: list[list[tuple]], row_tokens: int) -> dict[str, torch.Tensor]:
+    """Rows of (tokens [L], loss_mask [L], features [L,F], last_hidden [L,H]) laid out as build_rows wants them, [B,T,...].
+
+    Documents are numbered from 0 and positions restart with each; behind the last lies padding (document -1).
+    """
+    named = {"tokens": 0, "loss_mask": 1, "features": 2, "last_hidden": 3}
+    out = {
+        name: torch.stack([fill(torch.cat([document[i] for document in row]), row_tokens) for row in rows])
+        for name, i in named.items()
+    }
+    numbered = [[torch.full((len(d[0]),), i) for i, d in enumerate(row)] for row in rows]
+    out["document"] = torch.stack([fill(torch.cat(row), row_tokens, -1) for row in numbered])
+    out["position"] = torch.stack([fill(torch.cat([torch.arange(len(d[0])) for d in row]), row_tokens) for row in rows])
+    return out
+
+
+def fill(x: torch.Tensor, length: int, value=0) -> torch.Tensor:
+    out = x.new_full((length, *x.shape[1:]), value)
+    out[: len(x)] = x
+    return out
+
+
+def draft_vocabulary(documents: list[Document], size: int, special_ids: list[int], vocab_size: int) -> torch.Tensor:
+    """`size` target ids, ascending: every special token, then the most frequent learned tokens, then the lowest ids.
+
+    ValueError: a size outside 1..vocab_size, or too small for the special tokens.
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= vocab_size:
+        raise ValueError(f"--draft-vocab is {size}; it must be an integer in 1..{vocab_size}, the target's vocabulary")
+    if size < len(special_ids):
+        raise ValueError(f"--draft-vocab {size} cannot hold the target's {len(special_ids)} special tokens; raise it")
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for d in documents:
+        counts += torch.bincount(d.tokens[d.loss_mask], minlength=vocab_size)
+    counts[torch.tensor(special_ids, dtype=torch.long)] = counts.sum() + 1
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
