@@ -6,15 +6,16 @@
     python bench.py --device cuda --suite h200      two shapes of the DeepSeek-V3 draft, compiled
 
 A step is the teacher, zero_grad, forward and backward; the optimizer is apart, in the breakdown. The teacher counts for
-both sides: the baseline applies the target's head to all T slots, `build_rows` to the supervised tokens. Nothing is
-timed before loss and every gradient of each implementation agreed with the baseline's (exit code 1 when they do not).
-Times come from one process in which the implementations take turns, and ratios from the same round: read the ratios,
-the machine may be busy. Memory on a CPU is the growth of a fresh process per cell over its state before its first step,
-gradients allocated and libraries warmed up before, freed blocks going back to the system at once (malloc's thresholds
-are set in that process, so that its heap's holes do not count); on CUDA it is the allocator's peak over that state.
+both sides: the baseline applies the target's head to all T slots, `build_rows` to the supervised tokens alone. Nothing
+is timed before loss and every gradient of each implementation agree with the baseline's (else exit code 1).
 
-MFU is the model FLOPs (`model_flops`: what the mathematics needs at the supervised slots, forward and backward, nothing
-recomputed) over time x the rate of a large matrix product measured first; `floor` is the time they take at that rate.
+Times come from one process in which the implementations take turns, ratios from the same round: on a busy machine trust
+the ratios alone. Memory on the CPU is the growth of a fresh process per number over its state before its first step;
+before that, gradients are allocated and libraries warmed up, and malloc is told to give blocks of 128 KB and more back
+at once, so that holes of its heap do not count. On CUDA it is the allocator's peak over its state before the step.
+
+MFU is `model_flops` (what the mathematics needs at the supervised slots, forward and backward, nothing recomputed) over
+time x the rate of a large matrix product, measured first; `floor` is the time they take at that rate.
 
 Shapes: B rows (1 here), T slots, A anchors, S steps, H hidden, n heads, R kv_lora_rank, V and Vd vocabularies.
 """
@@ -23,16 +24,23 @@ import argparse
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
+import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
+
+# OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
+# on the same cores. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.nn.functional as F
@@ -40,27 +48,24 @@ from torch import Tensor, nn
 
 import draft_deepseek
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, valid_slots
-from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from draft_kimi_k3 import KimiK3Eagle3Config, KimiK3Eagle3DraftModel
+from train import compile_loss
 
 STEPS, STEP_DECAY = 7, 0.8
 DRAFTS = {"deepseek-v3": DeepseekV3Eagle3DraftModel, "kimi-k3": KimiK3Eagle3DraftModel}
-YARN = dict(type="yarn", original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
-KEYS = (
-    "hidden_size num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim "
-    "intermediate_size vocab_size draft_vocab_size"
-).split()
-SIZES = {
+SIZES = {  # H, n, q_lora, R, nope, rope, v, intermediate, V, Vd
     "tiny": (48, 3, 24, 16, 12, 8, 10, 72, 160, 96),
     "mid": (512, 8, 192, 64, 32, 16, 32, 1536, 8192, 4096),
     "deepseek-v3": (7168, 128, 1536, 512, 128, 64, 128, 18432, 129280, 32000),
     "kimi-k2.5": (7168, 64, 1536, 512, 128, 64, 128, 18432, 163840, 32000),
     "kimi-k3": (7168, 96, 1536, 512, 128, 64, 128, 33792, 163840, 32000),
 }
+YARN = dict(type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Cell:
-    """One row of the matrix: a draft, a batch and what to measure of it."""
+    """What one child process measures."""
 
     draft: str = "deepseek-v3"
     size: str = "mid"
@@ -68,25 +73,38 @@ class Cell:
     share: float = 1.0
     packed: bool = True
     device: str = "cpu"
+    dtype: str = "float32"
+    compile: str = "off"
     threads: int = 2
     rounds: int = 3
-    compile: str = "off"
-    implementation: str = "all"
-    breakdown: bool = False
+    memory_of: str | None = None  # an implementation; None: the times of all
 
-    @property
-    def shape(self) -> str:
-        return f"{self.draft} {self.size} T {self.slots} {self.share:.0%} {'packed' if self.packed else 'one document'}"
+    def __str__(self):
+        layout = "packed" if self.packed else "one document"
+        return f"{self.draft} {self.size} T {self.slots} {self.share:.0%} {layout}"
 
 
-# -------------------------------------------------------------------------------------------------- drafts and batches
+# ---------------------------------------------------------------------------------------------------- draft and batch
 
 
 def make_config(draft: str, size: str, **changes):
-    factor = {"rope_theta": 50000.0, "factor": 64, "beta_fast": 1.0} if size == "kimi-k2.5" else {"factor": 40}
-    config = dict(zip(KEYS, SIZES[size], strict=True), rms_norm_eps=1e-6, max_position_embeddings=163840) | changes
-    rope = {"rope_theta": factor.pop("rope_theta", 10000.0), "rope_scaling": YARN | factor}
-    return DRAFTS[draft].config_class(**config, **({} if draft == "kimi-k3" else rope))
+    h, n, q_lora, r, nope, rope, v, intermediate, vocab, draft_vocab = SIZES[size]
+    config = dict(hidden_size=h, num_attention_heads=n, q_lora_rank=q_lora, kv_lora_rank=r, qk_nope_head_dim=nope)
+    config |= dict(qk_rope_head_dim=rope, v_head_dim=v, intermediate_size=intermediate, vocab_size=vocab)
+    config |= dict(draft_vocab_size=draft_vocab, rms_norm_eps=1e-6, max_position_embeddings=163840)
+    config |= {} if draft == "kimi-k3" else dict(rope_theta=10000.0, rope_scaling=YARN)
+    return DRAFTS[draft].config_class(**config | changes)
+
+
+def make_draft(cell: Cell) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(cell.device):
+        draft = DRAFTS[cell.draft](make_config(cell.draft, cell.size))
+    draft.set_vocab_mapping(torch.randperm(draft.config.vocab_size)[: draft.config.draft_vocab_size].sort().values)
+    draft.freeze_embeddings()
+    for p in draft.parameters():
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    return draft
 
 
 class Batch(NamedTuple):
@@ -101,19 +119,8 @@ class Batch(NamedTuple):
     head: Tensor  # [V,H]
 
 
-def make_draft(cell: Cell) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.device(cell.device):
-        draft = DRAFTS[cell.draft](make_config(cell.draft, cell.size))
-    cfg = draft.config
-    if cfg.draft_vocab_size < cfg.vocab_size:
-        draft.set_vocab_mapping(torch.randperm(cfg.vocab_size)[: cfg.draft_vocab_size].sort().values)
-    draft.freeze_embeddings()
-    return draft
-
-
 def make_batch(cell: Cell, draft: nn.Module, seed: int = 0) -> Batch:
-    """Synthetic documents (log-normal lengths, median T/8 or one document), the answer of each its last `share`."""
+    """Synthetic documents (log-normal lengths, median T/8; or one), of which the last `share` is the answer."""
     cfg, t, device = draft.config, cell.slots, cell.device
     g = torch.Generator().manual_seed(seed)
     document, position, mask = (torch.zeros(1, t, dtype=torch.long) for _ in range(3))
@@ -124,61 +131,53 @@ def make_batch(cell: Cell, draft: nn.Module, seed: int = 0) -> Batch:
         document[0, begin:end], position[0, begin:end] = number, torch.arange(end - begin)
         mask[0, end - round(cell.share * (end - begin)) : end] = 1
         begin, number = end, number + 1
-    tokens = torch.randint(cfg.vocab_size, (1, t), generator=g).to(device)
-    g = torch.Generator(device).manual_seed(seed)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    h = cfg.target_hidden_size
-    new = dict(generator=g, device=device, dtype=dtype)
-    features, last_hidden, head = (torch.randn(*s, **new) for s in ((1, t, 3 * h), (1, t, h), (cfg.vocab_size, h)))
-    head *= h**-0.5
-    head[draft.draft_ids] *= 2  # the target's choices fall into the draft vocabulary, as they do after counting
-    return Batch(tokens, document.to(device), position.to(device), features, mask.to(device), last_hidden, head)
+    tokens = torch.randint(cfg.vocab_size, (1, t), generator=g)
+    new = dict(generator=torch.Generator(device).manual_seed(seed), device=device, dtype=getattr(torch, cell.dtype))
+    features = torch.randn(1, t, 3 * cfg.target_hidden_size, **new)
+    last_hidden = torch.randn(1, t, cfg.target_hidden_size, **new)
+    head = torch.randn(cfg.vocab_size, cfg.target_hidden_size, **new) * cfg.target_hidden_size**-0.5
+    head[draft.draft_ids] *= 2  # so the target's choices lie in the draft vocabulary, as they do after counting
+    row = (x.to(device) for x in (tokens, document, position))
+    return Batch(*row, features, mask.to(device), last_hidden, head)
 
 
-# --------------------------------------------------------------------------------------------- the baseline, and ours
+# ------------------------------------------------------------------------------------------ the baseline, ours, theirs
 
 
-def shift(x: Tensor, fill=0) -> Tensor:
-    """A copy of x [B,T,..] moved left by one slot."""
-    return torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], dim=1)
-
-
-class DenseBaseline(nn.Module):
+class Baseline(nn.Module):
     """EAGLE-3's training-time test as trainers run it: every step over all T slots, plain autograd.
 
-    K/V lists `[[], []]` hold the up-projected keys and values of every step; `T x T` scores plus one column per earlier
-    step; the target's head over all slots; ids, masks and teacher copied one slot to the left after each step. The
-    weights and the small pieces (norms, RoPE, MLP) are the draft's own.
+    K/V lists `[[], []]` hold the up-projected keys and values of every step; `T x T` scores plus one column per own key
+    of a later step; the target's head over all slots; ids, teacher and masks copied one slot to the left after each
+    step. The weights and the pieces that know no time (projections, norms, RoPE, MLP) are the draft's own.
     """
 
-    def __init__(self, draft, steps: int = STEPS):
+    def __init__(self, draft):
         super().__init__()
-        self.draft, self.steps = draft, steps
+        self.draft = draft
 
     @torch.no_grad()
-    def teacher(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
         """p [B,T,Vd] of every token, and whether the target's choice [B,T] is in the draft vocabulary."""
         logits, ids = F.linear(batch.last_hidden, batch.head), self.draft.draft_ids
-        covered = torch.isin(logits.argmax(-1), ids)
-        return logits[..., ids].float().softmax(-1), covered
+        drafted = torch.zeros(len(batch.head), dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
+        return batch, logits[..., ids].float().softmax(-1), drafted[logits.argmax(-1)]
 
     def forward(self, batch: Batch, p: Tensor, covered: Tensor) -> Tensor:
-        draft, layer, device = self.draft, self.draft.model.layers[0], batch.tokens.device
-        attn, t = layer.self_attn, batch.tokens.shape[1]
+        draft, layer = self.draft, self.draft.model.layers[0]
+        attn = layer.self_attn
         ids, p, target = shift(batch.tokens), shift(p), shift(batch.document, -1)
         mask = shift(batch.loss_mask.bool() & covered, False)
-        visible = torch.ones(t, t, dtype=torch.bool, device=device).tril()
-        visible = visible & (batch.document[:, :, None] == batch.document[:, None, :]) & (batch.document >= 0)[:, None]
+        visible = (batch.document[:, :, None] == batch.document[:, None, :]).tril() & (batch.document >= 0)[:, None]
         a = draft.project_hidden_states(batch.features)
-        bias = torch.zeros(visible.shape, dtype=a.dtype, device=device)
+        bias = torch.zeros(visible.shape, dtype=a.dtype, device=a.device)
         bias = bias.masked_fill_(~visible, torch.finfo(a.dtype).min)[:, None]
-        cache, loss, weights = [[], []], 0.0, [STEP_DECAY**s for s in range(self.steps)]
+        cache, loss, weights = [[], []], 0.0, [STEP_DECAY**s for s in range(STEPS)]
         for s, weight in enumerate(weights):
             e = layer.input_layernorm(draft.embed_input_ids(ids).to(a.dtype))
             pre_q, pre_kv, pre_gate = attn.project(torch.cat([e, layer.hidden_norm(a)], dim=-1))
-            k, v = attn.keys_values(attn.latents(pre_kv, batch.position + s))
-            cache[0].append(k)
-            cache[1].append(v)
+            for kept, new in zip(cache, attn.keys_values(attn.latents(pre_kv, batch.position + s)), strict=True):
+                kept.append(new)
             o = self.attend(attn.queries(pre_q, batch.position + s), *cache, bias, attn.scaling)
             a = layer.finish(a, attn.output(o, pre_gate))
             a = draft.model.norm(a) if draft.config.norm_output else a
@@ -199,34 +198,531 @@ class DenseBaseline(nn.Module):
         return o
 
 
-class Dense:
-    """The baseline as bench drives an implementation: `prepare` makes the teacher, `loss` what backward starts from."""
-
-    def __init__(self, draft):
-        self.model = DenseBaseline(draft)
-
-    def prepare(self, batch: Batch):
-        return batch, *self.model.teacher(batch)
-
-    def loss(self, batch, p, covered) -> Tensor:
-        return self.model(batch, p, covered)
+def shift(x: Tensor, fill=0) -> Tensor:
+    """A copy of x [B,T,..], one slot to the left."""
+    return torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], dim=1)
 
 
 class Ours:
-    def __init__(self, draft, mode: str = "off", capacity: int | None = None):
-        self.draft, self.capacity, self.dense_mask = draft, capacity, mode == "off"
-        self.ttt_loss = TTTLoss(draft, steps=STEPS, step_decay=STEP_DECAY)
+    def __init__(self, draft, mode: str = "off"):
+        self.draft, self.mode, self.ttt_loss = draft, mode, TTTLoss(draft, STEPS, step_decay=STEP_DECAY)
         compile_loss(self.ttt_loss, mode)
 
-    def prepare(self, batch: Batch):
-        ids, head = self.draft.draft_ids, batch.head
-        rows = build_rows(ids, *batch[:-1], lambda x: F.linear(x, head), steps=STEPS, anchors=self.capacity)
-        return (rows._replace(block_mask=None) if self.dense_mask else rows,)  # FlexAttention is for compiled graphs
+    def prepare(self, batch: Batch) -> tuple:
+        *row, head = batch
+        rows = build_rows(self.draft.draft_ids, *row, lambda x: F.linear(x, head), steps=STEPS)
+        return (rows if self.mode != "off" else rows._replace(block_mask=None),)  # FlexAttention is slow uncompiled
 
-    def loss(self, rows) -> Tensor:
+    def __call__(self, rows) -> Tensor:
+        if self.mode != "off" and rows.tokens.is_cuda:
+            torch.compiler.cudagraph_mark_step_begin()
         return self.ttt_loss(rows)[0]
 
 
-def compile_loss(ttt_loss: nn.Module, mode: str) -> None:  # to be removed: train.py will have it
-    if mode != "off":
-        ttt_loss.compile(fullgraph=True, dynamic=False, mode=mode)
+def implementations(cell: Cell, draft) -> dict:
+    make = {"baseline": lambda: Baseline(draft), "ours eager": lambda: Ours(draft)}
+    if cell.compile != "off":
+        make["ours compiled"] = lambda: Ours(draft, cell.compile)
+    return {name: build() for name, build in make.items() if cell.memory_of in (None, name)}
+
+
+# ---------------------------------------------------------------------------------------------------------- agreement
+
+
+def check(cell: Cell, draft, batch: Batch, impls: dict) -> None:
+    """Raises Disagreement. On CUDA, where the baseline may not fit, eager is compared with it in float32 over at most
+    512 slots, and the compiled form with eager on the batch that is timed."""
+    pairs = [("baseline", name, cell, batch) for name in impls if name != "baseline"]
+    if cell.device == "cuda":
+        short = replace(cell, slots=min(cell.slots, 512), dtype="float32")
+        pairs = [("baseline", "ours eager", short, make_batch(short, draft))]
+        pairs += [("ours eager", "ours compiled", cell, batch)]
+    for want, got, cell, batch in pairs:
+        if got in impls:
+            wrong = differences(*(gradients(cell, draft, batch, impls[name]) for name in (want, got)), cell.dtype)
+            if wrong:
+                raise Disagreement(f"{cell}: {got} differs from {want}: {'; '.join(wrong)}")
+
+
+class Disagreement(Exception):
+    pass
+
+
+def gradients(cell: Cell, draft, batch: Batch, implementation) -> dict[str, Tensor]:
+    """The loss and every trainable parameter's gradient."""
+    draft.zero_grad(set_to_none=False)
+    with autocast(cell):
+        loss = implementation(*implementation.prepare(batch))
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in draft.named_parameters() if p.requires_grad}
+
+
+def differences(want: dict[str, Tensor], got: dict[str, Tensor], dtype: str) -> list[str]:
+    """float32: no number is off by more than 1e-4 of its tensor's largest. bfloat16: gradients point the same way
+    (cosine above 0.999), the loss is within 1e-2. What is not finite differs."""
+    wrong = []
+    for name, x in want.items():
+        y, bound = got[name], 1e-4 if dtype == "float32" else 1e-2
+        error = ((x - y).abs().max() / x.abs().max().clamp(min=1e-12)).item()
+        cosine = F.cosine_similarity(x.flatten(), y.flatten(), dim=0, eps=1e-20).item()
+        if not (cosine > 0.999 if dtype == "bfloat16" and name != "loss" else error <= bound):
+            wrong.append(f"{name} by {error:.1e} of its largest (allowed {bound:.0e}), cosine {cosine:.5f}")
+    return wrong
+
+
+def autocast(cell: Cell):
+    return torch.autocast(cell.device, torch.bfloat16, enabled=cell.dtype == "bfloat16")
+
+
+# -------------------------------------------------------------------------------------------------- time and memory
+
+
+def in_child(cell: Cell) -> dict:
+    """`measure(cell)` in a fresh process: a fork of this one, which never ran a kernel, or a new one for CUDA."""
+    method = "fork" if cell.device == "cpu" and sys.platform == "linux" else "spawn"
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
+        return pool.submit(measure, cell).result()
+
+
+def measure(cell: Cell) -> dict:
+    torch.set_num_threads(cell.threads)
+    if cell.memory_of and sys.platform == "linux":
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(parameter, 1 << 17)
+    draft = make_draft(cell)
+    batch, impls = make_batch(cell, draft), implementations(cell, draft)
+    if cell.memory_of:
+        one_step(cell, draft, make_batch(replace(cell, slots=64), draft), impls[cell.memory_of])
+        with PeakMemory(cell.device) as peak:
+            one_step(cell, draft, batch, impls[cell.memory_of])
+        return {"peak_bytes": peak.growth}
+    check(cell, draft, batch, impls)
+    times, peaks, rate, work = {name: [] for name in impls}, {}, matrix_rate(cell), workload(batch)
+    for _, (name, implementation) in itertools.product(range(cell.rounds), impls.items()):
+        with contextlib.suppress(torch.OutOfMemoryError):
+            peak = PeakMemory(cell.device) if cell.device == "cuda" else contextlib.nullcontext()
+            with peak:
+                times[name].append(one_step(cell, draft, batch, implementation))
+            peaks |= {name: peak.growth} if cell.device == "cuda" else {}
+    flops = model_flops(draft.config, **work)
+    result = {"rate": rate, "work": work, "flops": flops, "times": times, "peak_bytes": peaks}
+    return result | {"breakdown": breakdown(cell, draft, batch, impls["ours eager"])}
+
+
+def one_step(cell: Cell, draft, batch: Batch, implementation) -> tuple[float, ...]:
+    """Seconds of the teacher, of zero_grad and the forward, of the backward."""
+    marks = [clock(cell)]
+    prepared = implementation.prepare(batch)
+    marks.append(clock(cell))
+    draft.zero_grad(set_to_none=False)
+    with autocast(cell):
+        loss = implementation(*prepared)
+    marks.append(clock(cell))
+    loss.backward()
+    marks.append(clock(cell))
+    return tuple(after - before for before, after in itertools.pairwise(marks))
+
+
+def clock(cell: Cell) -> float:
+    if cell.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def matrix_rate(cell: Cell) -> float:
+    """FLOP/s of a square matrix product in this dtype with these threads, the best of five."""
+    width = 2048 if cell.device == "cpu" else 8192
+    x = torch.randn(width, width, device=cell.device, dtype=getattr(torch, cell.dtype))
+    times = []
+    for _ in range(6):
+        start = clock(cell)
+        x @ x
+        times.append(clock(cell) - start)
+    return 2 * width**3 / min(times[1:])
+
+
+class PeakMemory:
+    """`growth`: by how many bytes memory grew at most. On the CPU this process's resident memory (Linux; else None):
+    the kernel's high-water mark where it may be reset, else a thread's samples."""
+
+    def __init__(self, device: str):
+        self.cuda, self.growth, self.thread, self.sampled = device == "cuda", None, None, 0
+
+    def __enter__(self):
+        gc.collect()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated()
+        elif sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)
+            self.before = resident("VmRSS")
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:
+                self.thread = threading.Thread(target=self.sample, daemon=True)
+                self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        if self.cuda:
+            self.growth = torch.cuda.max_memory_allocated() - self.before
+        elif sys.platform == "linux":
+            self.growth = (self.sampled if self.thread else resident("VmHWM")) - self.before
+
+    def sample(self):
+        while self.growth is None:
+            self.sampled = max(self.sampled, resident("VmRSS"))
+            time.sleep(0.002)
+
+
+def resident(key: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
+    return int(line.split()[1]) * 1024
+
+
+def breakdown(cell: Cell, draft, batch: Batch, ours: Ours) -> dict[str, float]:
+    """Seconds of the pieces of one step of ours, eager, none containing another.
+
+    The fused loss makes its own gradients, so they are in `loss`; `backward` holds what the diagonal recomputes. On
+    CUDA the attention's backward is in `backward` too, and waiting for the device around each piece makes them longer.
+    """
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-4)
+    places = (
+        (draft_deepseek, "attend", "attention"),
+        (draft_deepseek, "attend_cpu_backward", "attention backward"),
+        (draft_deepseek, "loss_and_gradients", "loss"),
+        (ours.ttt_loss, "step", lambda s, *_: "later steps" if s else "step 0"),
+        (ours.ttt_loss, "unroll", "all-slot keys"),
+    )
+    watch = Stopwatch(cell)
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in places:
+            stack.enter_context(patch.object(owner, attribute, watch.wrap(name, getattr(owner, attribute))))
+        prepared = watch.wrap("teacher", ours.prepare)(batch)
+        draft.zero_grad(set_to_none=False)
+        with autocast(cell):
+            loss = watch.wrap("rest of the forward", ours)(*prepared)
+        watch.wrap("backward", loss.backward)()
+        watch.wrap("optimizer", optimizer.step)()
+    return watch.seconds
+
+
+class Stopwatch:
+    """Seconds by name, each without those of the pieces called inside."""
+
+    def __init__(self, cell: Cell):
+        self.cell, self.seconds, self.inside = cell, {}, [0.0]
+
+    def wrap(self, name, fn):
+        def timed(*args, **kwargs):
+            start = clock(self.cell)
+            self.inside.append(0.0)
+            out = fn(*args, **kwargs)
+            elapsed, key = clock(self.cell) - start, name(*args) if callable(name) else name
+            self.seconds[key] = self.seconds.get(key, 0.0) + elapsed - self.inside.pop()
+            self.inside[-1] += elapsed
+            return out
+
+        return timed
+
+
+# -------------------------------------------------------------------------------------------------------------- FLOPs
+
+
+def workload(batch: Batch) -> dict[str, int]:
+    """What the mathematics needs of a batch: slots, pairs of anchor and step up to the anchor's last valid step, the
+    step-0 and own keys they read, supervised pairs, taught tokens."""
+    valid = valid_slots(batch.document, batch.loss_mask, STEPS)
+    pairs = valid.flip(0).cummax(0).values.flip(0)
+    own = torch.arange(STEPS, device=valid.device)[:, None, None]
+    keys = (pairs * (batch.position + 1)).sum(), (pairs * own).sum()
+    counts = (batch.document >= 0).sum(), pairs.sum(), pairs[1:].sum(), *keys, valid.sum(), valid[0].sum()
+    names = ("slots", "pairs", "later_pairs", "keys_read", "own_keys_read", "supervised", "taught")
+    return dict(zip(names, map(int, counts), strict=True))
+
+
+def model_flops(cfg, slots, pairs, later_pairs, keys_read, own_keys_read, supervised, taught) -> dict[str, int]:
+    """Multiplications and additions, forward and backward: a matrix product costs 2 per weight and row, and twice that
+    again in the backward (target head and features need no gradient). The token half of the input projections counts
+    once per slot, a later step's keys and values as up-projected; norms, softmax and anything recomputed not at all."""
+    h, n, r, h_target = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.target_hidden_size
+    gate = n * cfg.v_head_dim if isinstance(cfg, KimiK3Eagle3Config) and cfg.mla_use_output_gate else 0
+    query_in, latent_in = h * (cfg.q_lora_rank or n * cfg.qk_head_dim), h * (r + cfg.qk_rope_head_dim)
+    query_up = (cfg.q_lora_rank or 0) * n * cfg.qk_head_dim
+    latent_up = r * n * (cfg.qk_nope_head_dim + cfg.v_head_dim)
+    step = query_in + h * gate + query_up + n * cfg.v_head_dim * h + 3 * h * cfg.intermediate_size
+    all_slots = 3 * (query_in + h * gate + 2 * latent_in + latent_up) + 2 * cfg.num_aux_hidden_states * h_target * h
+    return {
+        "all slots": 2 * slots * all_slots,
+        "steps": 6 * (pairs * step + later_pairs * (latent_in + latent_up)),
+        "attention": 6 * n * (cfg.qk_head_dim + cfg.v_head_dim) * (keys_read + own_keys_read),
+        "loss": 6 * supervised * h * cfg.draft_vocab_size,
+        "teacher": 2 * taught * h_target * cfg.vocab_size,
+    }
+
+
+# ------------------------------------------------------------------------------------------------- bytes, by formula
+
+
+class Saved(NamedTuple):
+    """Bytes that eager autograd keeps for the backward, per slot, per anchor and per pair of slots (T x T), besides
+    parameters and batch; `remade` per anchor: what the backward makes again, one step at a time."""
+
+    slot: int
+    anchor: int = 0
+    pair: int = 0
+    remade: int = 0
+
+
+def saved_pieces(cfg, c: int) -> dict[str, int]:
+    """What one step of one slot keeps in the pieces that both forms have; c bytes per number of the compute dtype.
+
+    A norm keeps its input and its normed input in float32, a product its input, a pointwise function what its
+    derivative reads.
+    """
+    h, n, r, dr, dv = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.v_head_dim
+    k3, q_lora, i = isinstance(cfg, KimiK3Eagle3Config), cfg.q_lora_rank, cfg.intermediate_size
+    cos_sin = 0 if k3 else 4 * dr
+    return {
+        "norm": 4 * (2 * h + 1) + c * h,
+        "query": (4 * (2 * q_lora + 1) + c * q_lora if q_lora else 0) + c * n * cfg.qk_head_dim + cos_sin,
+        "latent": 4 * (2 * r + 1) + (4 * dr if c == 4 else 0) + cos_sin,  # c 4: a view of the whole projection is kept
+        "keys": c * (r + dr + n * (cfg.qk_head_dim + cfg.qk_nope_head_dim + dv)),
+        "values": c * n * dv,
+        "gate": c * n * dv if k3 and cfg.mla_use_output_gate else 0,
+        "mlp": (24 + c) * i if k3 else 4 * c * i,  # SiTU computes in float32
+    }
+
+
+def saved_by_ours(cfg, c: int, recompute: str = "none") -> Saved:
+    h, n, keep = cfg.hidden_size, cfg.num_attention_heads, saved_pieces(cfg, c)
+    latent, query_in = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.q_lora_rank or n * cfg.qk_head_dim
+    features_and_embedding = keep["norm"] + (4 + c) * h + (c * h if c < 4 else 0)
+    token_half = c * (query_in + latent) + keep["gate"]
+    slot = features_and_embedding + token_half + keep["latent"] + keep["keys"]
+    step = 2 * keep["norm"] + keep["query"] + 2 * keep["values"] + 4 * n + keep["gate"] + keep["mlp"] + 8
+    cache = (STEPS - 1) * c * latent  # each later step keeps the cache as it was
+    diagonal = keep["latent"] + keep["values"] + keep["gate"] + (4 + c % 4) * n + cache
+    states = STEPS * (4 * (2 * h + 1) + c * h) + 24
+    if recompute == "step":
+        return Saved(slot, states + STEPS * c * h + (STEPS - 1) * cache, remade=step + diagonal)
+    return Saved(slot, states + STEPS * step + (STEPS - 1) * diagonal)
+
+
+def saved_by_baseline(cfg, c: int) -> Saved:
+    h, keep, vocab = cfg.hidden_size, saved_pieces(cfg, c), cfg.draft_vocab_size
+    shared = 4 * h if c == 4 else 0  # in float32 the final norm and the next step keep one and the same state
+    step = 3 * keep["norm"] - shared + (4 + c) * h + keep["query"] + keep["latent"] + keep["keys"] + keep["values"]
+    step += 2 * keep["gate"] + keep["mlp"] + 2 * 4 * vocab + 1  # log-probabilities and this step's copy of p
+    probability = (4 + c % 4) * cfg.num_attention_heads
+    columns = STEPS * (STEPS - 1) // 2
+    return Saved(STEPS * step + shared + columns * probability, pair=STEPS * probability)
+
+
+FORMS = ("ours", "step", "dense")  # ours, ours with --recompute step, the baseline
+
+
+def saved(cfg, c: int, form: str) -> Saved:
+    return saved_by_baseline(cfg, c) if form == "dense" else saved_by_ours(cfg, c, "step" if form == "step" else "none")
+
+
+def step_memory(cfg, trained: int, frozen: int, slots: int, share: float, c: int, form: str) -> dict[str, int]:
+    """Bytes of a training step at its peak. The dense form is counted without its target logits and temporaries."""
+    anchors, vocab, keep = round(share * slots), cfg.draft_vocab_size, saved(cfg, c, form)
+    rows = max(-(-STEPS * anchors // 16), min(512, STEPS * anchors))  # of logits, probabilities and their gradients
+    loss = 0 if form == "dense" else rows * vocab * (20 + c % 4) + 4 * vocab * cfg.hidden_size
+    return {
+        "weights": 4 * (trained + frozen) + (c % 4) * trained,
+        "gradients and AdamW": 12 * trained,
+        "batch": slots * (cfg.num_aux_hidden_states + 1) * cfg.target_hidden_size * c,
+        "saved": slots * keep.slot + anchors * keep.anchor + slots**2 * keep.pair,
+        "teacher": 4 * vocab * (slots if form == "dense" else anchors),
+        "temporary": max(loss, anchors * keep.remade),
+    }
+
+
+def suite_shapes(args) -> dict:
+    """The real drafts on the meta device: nothing is allocated."""
+    rows, t, places = [], 4096, list(itertools.product((4096, 32768, 131072), (0.25, 1.0)))
+    work = dict(slots=t, pairs=STEPS * t, later_pairs=(STEPS - 1) * t, keys_read=STEPS * t * (t + 1) // 2)
+    work |= dict(own_keys_read=STEPS * (STEPS - 1) // 2 * t, supervised=STEPS * t, taught=t)
+    for size, reduced in itertools.product(("deepseek-v3", "kimi-k2.5", "kimi-k3"), (True, False)):
+        name = size if size in DRAFTS else "deepseek-v3"
+        with torch.device("meta"):
+            draft = DRAFTS[name](make_config(name, size, **{} if reduced else {"draft_vocab_size": None}))
+        cfg, n, frozen = draft.config, draft.config.num_attention_heads, draft.model.embed_tokens.weight.numel()
+        trained = sum(p.numel() for p in draft.parameters()) - frozen
+        row = {"draft": size, "draft_vocab_size": cfg.draft_vocab_size, "parameters": trained + frozen}
+        row |= {"trained": trained, "flops_per_token": {key: x / t for key, x in model_flops(cfg, **work).items()}}
+        row["cache_bytes"] = [2 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim), 2 * n * (cfg.qk_head_dim + cfg.v_head_dim)]
+        row["saved_bytes"] = {form: saved(cfg, 2, form)._asdict() for form in FORMS}
+        row["memory"] = {
+            f"T {slots} {share:.0%}": {form: step_memory(cfg, trained, frozen, slots, share, 2, form) for form in FORMS}
+            for slots, share in places
+        }
+        rows.append(row)
+    print_shapes(rows)
+    return {"suite": "shapes", "steps": STEPS, "drafts": rows}
+
+
+def print_shapes(rows: list[dict]) -> None:
+    print(f"The real drafts by formula: S {STEPS}, bf16 activations, float32 weights, gradients and AdamW moments.\n")
+    table, memory = [], []
+    for row in rows:
+        name, kept = (row["draft"], f"{row['draft_vocab_size']:,}"), row["saved_bytes"]
+        parameters = f"{row['parameters'] / 1e9:.2f} ({row['trained'] / 1e9:.2f})"
+        flops, cache = sum(row["flops_per_token"].values()) / 1e9, " / ".join(f"{x:,}" for x in row["cache_bytes"])
+        megabytes = " / ".join(f"{(kept[form]['anchor'] or kept[form]['slot']) / 1e6:.2f}" for form in FORMS)
+        table.append((*name, parameters, f"{flops:.1f}", cache, megabytes))
+        sums = [[sum(forms[form].values()) / 1e9 for form in FORMS] for forms in row["memory"].values()]
+        memory.append((*name, *(" / ".join(f"{x:,.0f}" for x in place) for place in sums)))
+    head = ("draft", "Vd", "1e9 parameters (trained)", "GFLOP/token", "cache B/slot/step", "saved MB/anchor")
+    print_table(head, table)
+    print(
+        "GFLOP/token: forward and backward of a supervised token, all of T 4096 supervised. cache: ours / K/V lists.\n"
+        "saved for the backward: ours / --recompute step / K/V lists in the dense form (per slot; each step's log-\n"
+        "probabilities and copy of the teacher included, T x T scores not).\n\n"
+        "Memory of a training step, GB, by T and supervised share: ours / --recompute step / dense, T x T scores kept.\n"
+    )
+    print_table(("draft", "Vd", *rows[0]["memory"]), memory)
+
+
+# ---------------------------------------------------------------------------------------------------- the train suite
+
+
+def suite_train(args) -> dict:
+    cells, rows, peaks, full = train_cells(args), [], {}, []
+    for cell in cells:
+        result = in_child(cell)
+        peak = result["peak_bytes"]
+        if cell.device == "cpu":
+            peak |= {name: in_child(replace(cell, memory_of=name))["peak_bytes"] for name in result["times"]}
+        rows += train_rows(cell, result)
+        peaks[cell] = peak.get("ours eager")
+        full.append({"cell": asdict(cell), **result})
+        print(f"{cell}: matrix rate {result['rate'] / 1e9:,.0f} GFLOP/s", flush=True)
+    growth = {}
+    for cell in cells:
+        twice = replace(cell, slots=2 * cell.slots)
+        if twice not in peaks and cell.device == "cpu" and not args.full:
+            peaks[twice] = in_child(replace(twice, memory_of="ours eager"))["peak_bytes"]
+        if peaks[cell] and peaks.get(twice):
+            growth[str(cell)] = peaks[twice] / peaks[cell]
+    print_train(rows, full, growth)
+    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {args.threads} threads"
+    machine = {"torch": torch.__version__, "device": device, "threads": args.threads}
+    return {"suite": args.suite, "machine": machine, "rows": rows, "peak_of_2t_over_t": growth, "cells": full}
+
+
+def train_cells(args) -> list[Cell]:
+    base = Cell(device=args.device, threads=args.threads, rounds=args.rounds, compile=args.compile, size=args.size)
+    if args.suite == "h200":
+        base = replace(base, size="deepseek-v3", dtype="bfloat16", slots=4096)
+        return [base, replace(base, slots=32768, share=0.25)]
+    drafts = args.draft or (list(DRAFTS) if args.full else ["deepseek-v3"])
+    slots = args.row_tokens or ([512, 1024, 2048, 4096] if args.full else [2048])
+    shares = args.share or ([0.1, 0.25, 0.5, 1.0] if args.full else [0.25, 1.0])
+    packed = [True, False] if args.full else [True]
+    matrix = itertools.product(drafts, packed, slots, shares)
+    return [replace(base, draft=draft, packed=p, slots=t, share=share) for draft, p, t, share in matrix]
+
+
+def train_rows(cell: Cell, result: dict) -> list[dict]:
+    """One row per implementation: medians over the rounds; ratios are of the same round."""
+    rows, floor = [], sum(result["flops"].values()) / result["rate"]
+    total = {name: [sum(pieces) for pieces in times] for name, times in result["times"].items()}
+    for name, times in result["times"].items():
+        row = {"draft": cell.draft, "size": cell.size, "slots": cell.slots, "share": cell.share, "packed": cell.packed}
+        row |= {"implementation": name, "floor_s": floor, "peak_bytes": result["peak_bytes"].get(name)}
+        if times:
+            medians = map(statistics.median, zip(*times, strict=True))
+            row |= dict(zip(("teacher_s", "forward_s", "backward_s"), medians, strict=True))
+            row["step_s"] = statistics.median(total[name])
+            row |= {"tokens_per_s": result["work"]["taught"] / row["step_s"], "mfu": floor / row["step_s"]}
+        if times and total["baseline"]:
+            row["faster_by_round"] = [a / b for a, b in zip(total["baseline"], total[name], strict=True)]
+            row["faster"] = statistics.median(row["faster_by_round"])
+        if row["peak_bytes"] and result["peak_bytes"].get("baseline"):
+            row["memory_share"] = row["peak_bytes"] / result["peak_bytes"]["baseline"]
+        rows.append(row)
+    return rows
+
+
+def print_train(rows: list[dict], full: list[dict], growth: dict[str, float]) -> None:
+    milliseconds = {"teacher ms": "teacher_s", "forward": "forward_s", "backward": "backward_s", "step ms": "step_s"}
+    columns = {head: (key, "{:,.0f}", 1e3) for head, key in milliseconds.items()}
+    columns |= {"faster": ("faster", "{:.2f}x", 1), "tokens/s": ("tokens_per_s", "{:,.0f}", 1)}
+    columns |= {"MFU": ("mfu", "{:.0%}", 1), "floor ms": ("floor_s", "{:,.0f}", 1e3)}
+    columns |= {"peak MB": ("peak_bytes", "{:,.0f}", 1e-6), "of baseline": ("memory_share", "{:.0%}", 1)}
+    table = []
+    for row in rows:
+        packed = "packed" if row["packed"] else "one document"
+        table.append((row["draft"], row["slots"], f"{row['share']:.0%}", packed, row["implementation"]))
+        found = ((row.get(key), form, scale) for key, form, scale in columns.values())
+        table[-1] += tuple("-" if x is None else form.format(x * scale) for x, form, scale in found)
+    print()
+    print_table(("draft", "T", "supervised", "layout", "implementation", *columns), table)
+    for cell in full:
+        whole = sum(cell["breakdown"].values())
+        pieces = (f"{name} {x * 1e3:,.0f} ms ({x / whole:.0%})" for name, x in cell["breakdown"].items())
+        print(f"{Cell(**cell['cell'])}, ours eager: {', '.join(pieces)}")
+    for name, ratio in growth.items():
+        print(f"{name}, ours eager: peak memory at 2T is {ratio:.2f} times that at T")
+    if any("step_s" not in row for row in rows):
+        print("A row without a time ran out of memory.")
+
+
+def print_table(head: tuple, rows: list[tuple]) -> None:
+    widths = [max(len(str(row[i])) for row in (head, *rows)) for i in range(len(head))]
+    for row in (head, ["-" * width for width in widths], *rows):
+        print(
+            str(row[0]).ljust(widths[0]), *(str(x).rjust(w) for x, w in zip(row[1:], widths[1:], strict=True)), sep="  "
+        )
+    print(flush=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- main
+
+SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, default="train")
+    parser.add_argument("--full", action="store_true", help="the whole matrix, about an hour")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", choices=("off", "default", "max-autotune"), help="max-autotune on cuda, else off")
+    parser.add_argument("--draft", nargs="+", choices=DRAFTS, help="default deepseek-v3")
+    parser.add_argument("--size", choices=SIZES, default="mid")
+    parser.add_argument("--row-tokens", nargs="+", type=int, metavar="T", help="default 2048")
+    parser.add_argument("--share", nargs="+", type=float, help="supervised shares, default 0.25 1")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="a JSON file for the full numbers")
+    args = parser.parse_args()
+    args.compile = args.compile or ("max-autotune" if args.device == "cuda" else "off")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this PyTorch sees no GPU; leave it out to measure on the CPU")
+    if args.suite == "h200" and args.device != "cuda":
+        parser.error("--suite h200 measures on a GPU: add --device cuda, or take --suite shapes for the formulas")
+    for name, value, low in (("row-tokens", min(args.row_tokens or [64]), 64), ("rounds", args.rounds, 1)):
+        if value < low:
+            parser.error(f"--{name} is {value}; it must be at least {low}")
+    if not all(0 < share <= 1 for share in args.share or []):
+        parser.error(f"--share is {args.share}; a share lies above 0 and is at most 1")
+    return args
+
+
+def main() -> None:
+    args = parse()
+    try:
+        result = SUITES[args.suite](args)
+    except Disagreement as error:
+        sys.exit(str(error))  # exit code 1
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "cells"}))
+
+
+if __name__ == "__main__":
+    main()

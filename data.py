@@ -1,9 +1,10 @@
-"""Text for training: the built-in corpus (the running Python's own standard library), as token documents with a loss mask.
+"""Text for training: the built-in corpus (the running Python's own standard library), documents with a loss mask, rows.
 
 Knows tokenizers and files, never models.
 """
 
 import ast
+import functools
 import hashlib
 import random
 import sysconfig
@@ -20,7 +21,7 @@ HELD_OUT_SHARE = 12  # one file in so many is held out
 
 
 class Document(NamedTuple):
-    """One conversation as tokens. `loss_mask[i]` is set where token i is to be predicted: the answer and its end of turn."""
+    """One conversation as tokens; `loss_mask[i]` is set where token i is learned: the answer and its end of turn."""
 
     tokens: torch.Tensor  # [L] long
     loss_mask: torch.Tensor  # [L] bool
@@ -33,23 +34,28 @@ class Document(NamedTuple):
 def python_documents(held_out: bool, seed: int = 0) -> list[tuple[str, str]]:
     """Functions and classes of the standard library as (prompt, answer) pairs, 160 to 768 bytes together.
 
-    The split is by file and the same for every seed, so that no text on which a target was trained is ever held out from
-    its draft; the seed only shuffles. Raises ValueError where this Python ships no readable sources.
+    The split is by file and the same for every seed, so that what is held out was never shown to a target or a draft;
+    the seed only shuffles. ValueError where this Python comes without its sources.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    documents = {}  # a dict for its order: the same function stands in several files
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if is_test_file(relative) or is_held_out(relative) != held_out:
-            continue
-        documents.update(dict.fromkeys(cut_into_documents(path)))
-    if not documents:
-        raise ValueError(
-            f"no Python sources under {root}, the built-in corpus needs them; install Python's standard library as .py files or pass --data"
-        )
-    pairs = list(documents)
+    pairs = list(cut_standard_library(held_out))
     random.Random(seed).shuffle(pairs)
     return pairs
+
+
+@functools.cache  # seconds; a run that first makes its target asks twice
+def cut_standard_library(held_out: bool) -> tuple[tuple[str, str], ...]:
+    root, pairs = Path(sysconfig.get_paths()["stdlib"]), {}  # a dict for its order: some functions stand in two files
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if not is_test_file(relative) and is_held_out(relative) == held_out:
+            pairs.update(dict.fromkeys(cut_into_documents(path)))
+    if not pairs:
+        raise ValueError(
+            f"no Python sources in {root}, and the built-in corpus is cut from them; use a Python that comes with its "
+            "standard library as .py files"
+        )
+    shown = set() if held_out else set(cut_standard_library(True))  # copies of a held-out function are not learned
+    return tuple(pair for pair in pairs if pair not in shown)
 
 
 def is_test_file(relative: Path) -> bool:
@@ -81,7 +87,7 @@ def cut_into_documents(path: Path) -> list[tuple[str, str]]:
 
 
 def cut(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list[str]) -> tuple[str, str] | None:
-    """Signature and docstring, or the first third where that is more, as prompt; the rest as answer. None: unsuitable size."""
+    """Signature and docstring, or the first third if that is more, as prompt, the rest as answer. None: a bad size."""
     start = min([node.lineno] + [decorator.lineno for decorator in node.decorator_list]) - 1
     block = textwrap.dedent("\n".join(lines[start : node.end_lineno]) + "\n")
     size = len(block.encode())
@@ -97,7 +103,7 @@ def cut(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list
 
 
 def document(tokenizer, prompt: str, answer: str, source: str = "corpus") -> Document:
-    """Tokens of one user and one assistant turn in the tokenizer's own chat template; the mask covers answer and end of turn.
+    """Tokens of a user and an assistant turn in the tokenizer's own chat template, learning answer and end of turn.
 
     The mask is the difference of two renderings: what the whole conversation has beyond the prompt with its generation
     prompt. ValueError where the template rewrites the prompt, or a token spans the border.
@@ -169,25 +175,30 @@ def cut_to(document: Document, row_tokens: int) -> Document:
     return Document(document.tokens[:row_tokens], document.loss_mask[:row_tokens], document.source)
 
 
-def lay_out(rows: list[list[tuple]], row_tokens: int) -> dict[str, torch.Tensor]:
-    """Rows of (tokens [L], loss_mask [L], features [L,F], last_hidden [L,H]) laid out as build_rows wants them, [B,T,...].
+def lay_out(
+    rows: list[list[tuple]], row_tokens: int, hidden: int, n_aux: int, dtype, device
+) -> dict[str, torch.Tensor]:
+    """Rows of (tokens [L], loss_mask [L], features [L,n_aux*H], last_hidden [L,H]) as build_rows wants them, [B,T,...].
 
-    Documents are numbered from 0 and positions restart with each; behind the last lies padding (document -1).
+    Documents are numbered from 0 and positions restart with each; behind the last lies padding (document -1), and a row
+    without documents is nothing else.
     """
-    named = {"tokens": 0, "loss_mask": 1, "features": 2, "last_hidden": 3}
+    b = len(rows)
     out = {
-        name: torch.stack([fill(torch.cat([document[i] for document in row]), row_tokens) for row in rows])
-        for name, i in named.items()
+        "tokens": torch.zeros(b, row_tokens, dtype=torch.long),
+        "loss_mask": torch.zeros(b, row_tokens, dtype=torch.bool),
+        "document": torch.full((b, row_tokens), -1),
+        "position": torch.zeros(b, row_tokens, dtype=torch.long),
+        "features": torch.zeros(b, row_tokens, n_aux * hidden, dtype=dtype, device=device),
+        "last_hidden": torch.zeros(b, row_tokens, hidden, dtype=dtype, device=device),
     }
-    numbered = [[torch.full((len(d[0]),), i) for i, d in enumerate(row)] for row in rows]
-    out["document"] = torch.stack([fill(torch.cat(row), row_tokens, -1) for row in numbered])
-    out["position"] = torch.stack([fill(torch.cat([torch.arange(len(d[0])) for d in row]), row_tokens) for row in rows])
-    return out
-
-
-def fill(x: torch.Tensor, length: int, value=0) -> torch.Tensor:
-    out = x.new_full((length, *x.shape[1:]), value)
-    out[: len(x)] = x
+    for r, row in enumerate(rows):
+        begin = 0
+        for number, (tokens, loss_mask, features, last_hidden) in enumerate(row):
+            at = slice(begin, begin := begin + len(tokens))
+            out["tokens"][r, at], out["loss_mask"][r, at] = tokens, loss_mask
+            out["features"][r, at], out["last_hidden"][r, at] = features, last_hidden
+            out["document"][r, at], out["position"][r, at] = number, torch.arange(len(tokens))
     return out
 
 

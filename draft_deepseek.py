@@ -394,7 +394,8 @@ class Eagle3DeepseekMLAAttention(nn.Module):
         section 2.1.2): no key or value exists. q W_uk and the context are 2nR wide; training remakes them.
         """
         cfg = self.config
-        w = rearrange(self.kv_b_proj.weight.to(q.dtype), "(n d) r -> n d r", n=cfg.num_attention_heads)
+        # "(n d) r -> n d r", but einops notes a Parameter's type in a dict of its own: no compiled checkpoint allows it
+        w = self.kv_b_proj.weight.to(q.dtype).unflatten(0, (cfg.num_attention_heads, -1))
         w_uk, w_uv = w.split([cfg.qk_nope_head_dim, cfg.v_head_dim], dim=1)
         q_nope, q_rope = q.split([cfg.qk_nope_head_dim, cfg.qk_rope_head_dim], dim=-1)
         c, k_rope = latents.split([cfg.kv_lora_rank, cfg.qk_rope_head_dim], dim=-1)

@@ -1,32 +1,41 @@
 """Train an EAGLE-3 draft with an MLA backbone against its frozen target.
 
-    python train.py --target deepseek-v3        # a tiny built-in target is made first; minutes on two cores
-    python train.py --target kimi-k3
-    python train.py --target deepseek-v3 --model PATH    # a local Hugging Face model instead
+    python train.py --target deepseek-v3                      # a tiny built-in target is made first; minutes on a CPU
+    python train.py --target deepseek-v3 --model PATH         # a local Hugging Face model instead
+    python train.py --name NAME --resume                      # go on after an interruption, exactly
+    torchrun --nproc-per-node 8 train.py --target kimi-k3     # one process per GPU
+    python train.py --export runs/NAME/checkpoints/step-00000300 OUT
 
-`main` is the table of contents.
+`main` is the table of contents. Exit codes: 0 done, 2 a value that cannot be used, 130 interrupted (resumable).
 """
 
 import argparse
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import random
+import shutil
+import signal
 import sys
 import time
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from data import anchors_of, choose_capacity, cut_to, document, draft_vocabulary, lay_out, pack, python_documents
 from decode import Accepted, speculative_greedy, walk
-from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state
+from draft_deepseek import DeepseekV3Eagle3DraftModel, RowBatch, TTTLoss, build_rows, export_config, export_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from target import Target, default_aux_layers, load_target, tiny_target
 
@@ -34,12 +43,15 @@ from target import Target, default_aux_layers, load_target, tiny_target
 
 TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
 
-# What a setting left at None becomes: with the built-in target (about 70 s of two cores; accept length above 3.0 at 7
-# steps for deepseek-v3, 2.5 for kimi-k3), and with a model of your own.
+# What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
+# above 3.0 for deepseek-v3 and 2.5 for kimi-k3), and with a model of your own.
 DEFAULTS = {
-    "built-in": {"steps": 300, "lr": 2e-3, "draft_vocab": 96, "row_tokens": 2048},
-    "model": {"steps": 10_000, "lr": 1e-4, "draft_vocab": 32_000, "row_tokens": 4096},
+    "built-in": {"steps": 200, "lr": 2e-3, "draft_vocab": 96, "row_tokens": 2048},
+    "model": {"epochs": 1, "lr": 1e-4, "draft_vocab": 32_000, "row_tokens": 4096},
 }
+LEAST = dict.fromkeys(("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "epochs", "eval_rows"), 1)
+LEAST |= {"anchors": 1, "save_every": 1, "keep": 1, "draft_vocab": 0, "decode_prompts": 0, "decode_tokens": 2}
+DRAFTS = {"deepseek_v2": DeepseekV3Eagle3DraftModel, "kimi_k3": KimiK3Eagle3DraftModel}  # by config.model_type
 
 
 def option(default, group: str, text: str, choices=None):
@@ -54,12 +66,15 @@ class Settings:
     trust_remote_code: bool = option(False, "target", "run code that the model directory brings")
 
     name: str | None = option(None, "run", "the run lives in RUNS/NAME; None: preset, date and time")
+    resume: bool = option(False, "run", "go on from the run's newest checkpoint, with its settings")
     runs: str = option("runs", "run", "folder of all runs and of the built-in targets")
+    save_every: int = option(500, "run", "steps between checkpoints")
+    keep: int = option(2, "run", "checkpoints kept")
     seed: int = option(0, "run", "of weights, data order and the built-in target")
     device: str = option("auto", "run", "cuda, cpu, ...; auto: cuda where there is one")
     precision: str = option("auto", "run", "of the compute; parameters stay float32", ("auto", "float32", "bfloat16"))
     compile: str = option(
-        "auto", "run", "auto: max-autotune on cuda, off on a cpu", ("auto", "off", "default", "max-autotune")
+        "auto", "run", "auto: max-autotune on cuda, else off", ("auto", "off", "default", "max-autotune")
     )
 
     ttt_steps: int = option(7, "draft", "TTT steps S, the longest chain it is trained for")
@@ -71,12 +86,11 @@ class Settings:
     row_tokens: int | None = option(None, "batch", "slots T of a packed row")
     anchors: int | None = option(None, "batch", "supervised slots A of a row; None: from the data")
     batch_rows: int = option(1, "batch", "rows B of a micro-batch")
-    accumulate: int = option(1, "batch", "micro-batches of an optimizer step")
-    recompute: str = option(
-        "none", "batch", "step: remake each TTT step in the backward, to save memory", ("none", "step")
-    )
+    accumulate: int = option(1, "batch", "micro-batches of an optimizer step, on each rank")
+    recompute: str = option("none", "batch", "step: remake each TTT step in the backward, for memory", ("none", "step"))
 
-    steps: int | None = option(None, "optimizer", "optimizer steps")
+    steps: int | None = option(None, "optimizer", "optimizer steps; None: as many as --epochs gives")
+    epochs: int | None = option(None, "optimizer", "passes over the data, where --steps is not given")
     lr: float | None = option(None, "optimizer", "peak learning rate (AdamW)")
     warmup: float = option(0.05, "optimizer", "share of the steps that warm up, before a cosine to a tenth")
     weight_decay: float = option(0.0, "optimizer", "decoupled, on matrices")
@@ -90,39 +104,70 @@ class Settings:
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"train.py: error: {message}\n")
 
 
-def parse(argv=None) -> Settings:
-    """Settings from the command line; exits with code 2 and one line on a bad value."""
+def make_parser() -> OneLineParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--export", nargs=2, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop")
     groups = {}
     for f in dataclasses.fields(Settings):
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        group = f.metadata["group"]
+        groups[group] = groups.get(group) or parser.add_argument_group(group)
         flag, text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default {f.default})"
         if f.type is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+            groups[group].add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
         else:
-            kind = (
-                next(t for t in f.type.__args__ if t is not types.NoneType) if hasattr(f.type, "__args__") else f.type
-            )
-            group.add_argument(flag, type=kind, default=f.default, choices=f.metadata["choices"], help=text)
-    args = Settings(**vars(parser.parse_args(argv)))
-    for name, value in DEFAULTS["model" if args.model else "built-in"].items():
-        setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
-    for name in ("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "eval_rows", "anchors"):
+            kind = next((t for t in getattr(f.type, "__args__", ()) if t is not types.NoneType), f.type)
+            groups[group].add_argument(flag, type=kind, default=f.default, choices=f.metadata["choices"], help=text)
+    return parser
+
+
+def parse(argv=None) -> tuple[Settings, list[str] | None]:
+    """Settings from the command line, those of the run to resume as defaults; one line and exit code 2 on a bad value."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    if args.resume:
+        if not args.name:
+            parser.error("--resume goes on with the run of --name; give its name")
+        stored = Path(args.runs) / args.name / "settings.json"
+        if stored.is_file():
+            known = {f.name for f in dataclasses.fields(Settings)} - {"resume", "runs", "name"}
+            parser.set_defaults(**{k: v for k, v in json.loads(stored.read_text()).items() if k in known})
+            args = parser.parse_args(argv)
+    values = vars(args)
+    export = values.pop("export")
+    args = Settings(**values)
+    for name, least in LEAST.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least 1")
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
     for name in ("lr", "clip"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name} is {getattr(args, name)}; it must be above 0")
-    if args.anchors and args.anchors > args.row_tokens:
-        parser.error(f"--anchors is {args.anchors}; a row of --row-tokens {args.row_tokens} slots has no more")
-    args.device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    on_cuda = torch.device(args.device).type == "cuda"
-    if on_cuda and not torch.cuda.is_available():
+        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
+            parser.error(f"--{name} is {getattr(args, name)}; it must be a positive number")
+    row_tokens = args.row_tokens or resolve(args).row_tokens
+    if args.anchors and args.anchors > row_tokens:
+        parser.error(f"--anchors is {args.anchors}; a row of --row-tokens {row_tokens} slots has no more")
+    try:
+        device = torch.device("cpu" if args.device == "auto" else args.device)
+    except RuntimeError:
+        parser.error(f"--device is {args.device!r}; auto, cpu, cuda or cuda:N is wanted")
+    if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device is {args.device}, but PyTorch sees no CUDA device; use --device cpu")
+    return args, export
+
+
+def resolve(args: Settings) -> Settings:
+    """What None and auto stand for here. The run keeps the settings as given, so that it resumes on another machine."""
+    args = dataclasses.replace(args)
+    defaults = DEFAULTS["model" if args.model else "built-in"]
+    for name, value in defaults.items():
+        given = args.epochs if name == "steps" else args.steps if name == "epochs" else None
+        if getattr(args, name) is None and given is None:
+            setattr(args, name, value)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cuda = torch.device(args.device).type == "cuda"
     if args.precision == "auto":
         args.precision = "bfloat16" if on_cuda and torch.cuda.is_bf16_supported() else "float32"
     if args.compile == "auto":
@@ -134,142 +179,218 @@ def parse(argv=None) -> Settings:
 
 
 def main(argv=None) -> None:
-    args = parse(argv)
-    run = open_run(args)
-    torch.manual_seed(args.seed)
-    target = open_target(args)
-    train_documents, held_out = load_documents(args, target)
-    draft = make_draft(args, target, train_documents)
-    rows = Rows(args, target, draft, train_documents)
-    loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
-    compile_loss(loss, args.compile)
-    train(args, run, loss, rows)
-    result = evaluate(args, loss, Rows(args, target, draft, held_out, rows.anchors))
-    result |= decode_for_real(args, target, draft, held_out)
-    export(args, draft, run / "draft")
-    report(args, run, result)
+    given, to_export = parse(argv)
+    if to_export:
+        return export(load_draft(Path(to_export[0])), Path(to_export[1]), given.export_dtype)
+    args = resolve(given)
+    with join_ranks(args) as ranks:
+        run = check_run(args)
+        torch.manual_seed(args.seed)
+        target = open_target(args, ranks)
+        train_documents, held_out = load_documents(args, target, ranks)
+        draft = make_draft(args, target, train_documents, ranks)
+        rows = Rows(args, target, draft, train_documents)
+        loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
+        compile_loss(loss, args.compile)
+        with open_run(run, given, ranks):
+            train(args, ranks, run, loss, rows)
+            result = evaluate(args, ranks, loss, Rows(args, target, draft, held_out, rows.anchors))
+            if ranks.rank == 0:
+                result |= decode_for_real(args, target, draft, held_out)
+                export(draft, run / "draft", args.export_dtype)
+                report(args, run, result)
 
 
-def open_run(args: Settings) -> Path:
-    """runs/<name>, with the settings and versions in it; ValueError when it exists."""
+class Ranks(NamedTuple):
+    """This process among those of `torchrun`; alone without it."""
+
+    rank: int = 0
+    world: int = 1
+
+    def sum(self, x: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(x)
+        return x
+
+    def first_alone(self):
+        """Rank 0 goes through the block first, the others after it."""
+        return first_alone(self) if self.world > 1 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def first_alone(ranks: Ranks):
+    if ranks.rank > 0:
+        dist.barrier()
+    yield
+    if ranks.rank == 0:
+        dist.barrier()
+
+
+@contextlib.contextmanager
+def join_ranks(args: Settings):
+    if "WORLD_SIZE" not in os.environ:
+        yield Ranks()
+        return
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.device(args.device).type == "cuda":
+        args.device = f"cuda:{local}"
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
+
+
+def check_run(args: Settings) -> Path:
+    """runs/<name>; ValueError when it exists and is not to be resumed."""
     run = Path(args.runs) / (args.name or f"{args.target}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if run.exists():
-        raise ValueError(f"{run} exists already and nothing is overwritten; choose another --name or remove it")
+    if run.exists() and not args.resume:
+        raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
     return run
 
 
-def open_target(args: Settings) -> Target:
+@contextlib.contextmanager
+def open_run(run: Path, given: Settings, ranks: Ranks):
+    """Makes the run's directory with its settings and versions, and holds it: two runs in one are refused."""
+    if ranks.rank > 0:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process trains in {run}; choose another --name or stop that one") from None
+        settings = dataclasses.asdict(given) | {"torch": torch.__version__}
+        (run / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        yield
+
+
+def open_target(args: Settings, ranks: Ranks) -> Target:
     aux_layers = None
     if args.aux_layers is not None:
         try:
             aux_layers = [int(part) for part in args.aux_layers.split(",")]
         except ValueError:
-            raise ValueError(
-                f"--aux-layers is {args.aux_layers!r}; three layer numbers are wanted, as in 1,29,57"
-            ) from None
+            raise ValueError(f"--aux-layers is {args.aux_layers!r}; three layers are wanted, as in 1,29,57") from None
     if args.model:
-        path = args.model
-        print(f"target: {path} (its config.json decides, not the preset {args.target})")
+        path, note = args.model, f"its config.json decides, not the preset {args.target}"
     else:
-        path = tiny_target(TINY[args.target], Path(args.runs) / f"tiny-{TINY[args.target]}")
-        print(f"target: the built-in {path}")
+        with ranks.first_alone():
+            path = tiny_target(TINY[args.target], Path(args.runs) / f"tiny-{TINY[args.target]}")
+        note = "the built-in one"
+    if ranks.rank == 0:
+        print(f"target: {path} ({note})")
     return load_target(path, aux_layers, args.trust_remote_code, args.device)
 
 
-def load_documents(args: Settings, target: Target) -> tuple[list, list]:
+def load_documents(args: Settings, target: Target, ranks: Ranks) -> tuple[list, list]:
     """Documents of at most a row with something to learn, for training and held out; prints what was left out."""
     if target.tokenizer is None:
         raise ValueError(
-            f"{args.model} has no tokenizer, and the corpus is text; put tokenizer.json beside its config.json"
+            f"{args.model} has no tokenizer, and the corpus is text; put tokenizer.json beside config.json"
         )
     result = []
     for held_out in (False, True):
         documents = [document(target.tokenizer, *pair) for pair in python_documents(held_out, args.seed)]
         cut = sum(len(d.tokens) > args.row_tokens for d in documents)
-        documents = [cut_to(d, args.row_tokens) for d in documents]
-        kept = [d for d in documents if anchors_of(d.loss_mask, args.ttt_steps)]
-        tokens, learned = sum(len(d.tokens) for d in kept), sum(int(d.loss_mask.sum()) for d in kept)
+        kept = [d for d in (cut_to(d, args.row_tokens) for d in documents) if anchors_of(d.loss_mask, args.ttt_steps)]
         if not kept:
-            raise ValueError(
-                f"none of {len(documents)} documents has a learned token within --row-tokens {args.row_tokens}"
+            raise ValueError(f"no document has a learned token within --row-tokens {args.row_tokens}; raise it")
+        tokens, learned = sum(len(d.tokens) for d in kept), sum(int(d.loss_mask.sum()) for d in kept)
+        if ranks.rank == 0:
+            print(
+                f"{'held out' if held_out else 'training'}: {len(kept):,} documents, {tokens:,} tokens, "
+                f"{learned / tokens:.0%} learned; {cut} cut to a row, {len(documents) - len(kept)} without a learned token"
             )
-        print(
-            f"{'held out' if held_out else 'training'}: {len(kept):,} documents, {tokens:,} tokens, {learned / tokens:.0%} "
-            f"learned; {cut} cut to a row, {len(documents) - len(kept)} with nothing to learn left out"
-        )
         result.append(kept)
     return tuple(result)
 
 
-def make_draft(args: Settings, target: Target, documents: list) -> nn.Module:
+def make_draft(args: Settings, target: Target, documents: list, ranks: Ranks) -> nn.Module:
     """A fresh draft in the target's own widths: its embeddings (frozen), the chosen rows of its head to start from."""
-    config, v = target.config.to_dict(), target.vocab_size
-    vocab = draft_vocabulary(documents, args.draft_vocab or v, target.special_token_ids, v)
+    v, vocab = target.vocab_size, args.draft_vocab or target.vocab_size
+    vocab = draft_vocabulary(documents, vocab, target.special_token_ids, v)
     is_default = target.aux_layers == default_aux_layers(len(target.layers))
-    config |= {
+    config = target.config.to_dict() | {
         "vocab_size": v,
         "draft_vocab_size": len(vocab),
         "target_hidden_size": target.hidden_size,
         "num_aux_hidden_states": len(target.aux_layers),
         "fc_norm": args.fc_norm,
         "norm_output": args.norm_output,
-        "eagle_aux_hidden_state_layer_ids": None if is_default else [j + 1 for j in target.aux_layers],
+        "eagle_aux_hidden_state_layer_ids": None if is_default else [j + 1 for j in target.aux_layers],  # as engines do
     }
-    kind = KimiK3Eagle3DraftModel if config.get("mla_use_nope") else DeepseekV3Eagle3DraftModel
-    draft = kind(config).to(args.device, torch.float32)
+    draft = (KimiK3Eagle3DraftModel if config.get("mla_use_nope") else DeepseekV3Eagle3DraftModel)(config)
+    draft = draft.to(args.device, torch.float32)
     draft.set_vocab_mapping(vocab)
     draft.copy_embeddings_from_target(target.embed_tokens)
     draft.freeze_embeddings()
     with torch.no_grad():
         draft.lm_head.weight.copy_(target.lm_head.weight[draft.draft_ids.to(target.device)])
-    trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
-    print(f"draft: {kind.__name__}, {trained / 1e6:.2f}M trained parameters, {len(vocab):,} of {v:,} tokens")
+    if ranks.rank == 0:
+        trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
+        print(f"draft: {type(draft).__name__}, {trained / 1e6:.2f}M trained parameters, {len(vocab):,} of {v:,} tokens")
     return draft
 
 
 class Rows:
-    """Row batches of documents, captured from the target as they are needed, in an order that (seed, epoch) fixes."""
+    """The stream of micro-batches: number i of it, captured from the target when asked for, is the same every time."""
 
     def __init__(self, args: Settings, target: Target, draft: nn.Module, documents: list, anchors: int | None = None):
         self.args, self.target, self.draft, self.documents = args, target, draft, documents
         self.sizes = [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
         self.anchors = anchors or args.anchors or choose_capacity(documents, args.row_tokens, args.ttt_steps)
+        self.lengths, self.latest = [], (-1, [])
 
     def epoch(self, number: int) -> list[list[list[int]]]:
-        """Micro-batches of batch_rows rows of documents; all of one batch have the same capacity."""
-        b, rng = self.args.batch_rows, random.Random(f"{self.args.seed}/{number}")
-        rows = pack(self.sizes, self.args.row_tokens, self.anchors, rng)
-        kinds = [[row for row in rows if self.capacity(row) == a] for a in sorted({self.capacity(row) for row in rows})]
-        batches = [kind[i : i + b] for kind in kinds for i in range(0, len(kind), b)]
-        batches = [batch for batch in batches if len(batch) == b] or batches[:1] * b  # one static shape
-        rng.shuffle(batches)
-        return batches
+        """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
+        if self.latest[0] != number:
+            b, rng = self.args.batch_rows, random.Random(f"{self.args.seed}/{number}")
+            rows = pack(self.sizes, self.args.row_tokens, self.anchors, rng)
+            kinds = [[r for r in rows if self.capacity(r) == a] for a in sorted({self.capacity(r) for r in rows})]
+            batches = [kind[i : i + b] for kind in kinds for i in range(0, len(kind), b)]
+            rng.shuffle(batches)
+            self.latest = (number, batches)
+        return self.latest[1]
 
     def capacity(self, row: list[int]) -> int:
         return self.anchors if sum(self.sizes[i][1] for i in row) <= self.anchors else self.args.row_tokens
 
-    def __iter__(self):
-        number = 0
-        while True:
-            for batch in self.epoch(number):
-                yield self.make(batch)
-            number += 1
+    def count(self, epochs: int) -> int:
+        while len(self.lengths) < epochs:
+            self.lengths.append(len(self.epoch(len(self.lengths))))
+        return sum(self.lengths[:epochs])
 
-    def make(self, batch: list[list[int]]):
-        documents = [self.documents[i] for row in batch for i in row]
-        captured = iter(self.target.capture([d.tokens for d in documents]))
+    def __getitem__(self, i: int) -> RowBatch:
+        """Micro-batch i; past the last of `epochs` epochs rows of padding."""
+        epoch = 0
+        while self.count(epoch + 1) <= i:
+            epoch += 1
+            if self.args.steps is None and epoch == self.args.epochs:
+                return self.make([])
+        return self.make(self.epoch(epoch)[i - self.count(epoch)])
+
+    def make(self, batch: list[list[int]]) -> RowBatch:
+        captured = iter(self.target.capture([self.documents[i].tokens for row in batch for i in row]))
         rows = [[(*self.documents[i][:2], *next(captured)) for i in row] for row in batch]
-        laid_out = lay_out(rows, self.args.row_tokens)
-        capacity = self.capacity(batch[0])
-        return build_rows(
+        rows += [[]] * (self.args.batch_rows - len(rows))  # the last of an epoch is filled up with padding
+        width = self.target.hidden_size, len(self.target.aux_layers), self.target.dtype, self.target.device
+        laid_out = lay_out(rows, self.args.row_tokens, *width)
+        capacity = self.capacity(batch[0]) if batch else self.anchors
+        made = build_rows(
             self.draft.draft_ids, **laid_out, head=self.target.head, steps=self.args.ttt_steps, anchors=capacity
         )
+        return (
+            made if self.args.compile != "off" else made._replace(block_mask=None)
+        )  # FlexAttention is slow uncompiled
 
 
 def compile_loss(loss: TTTLoss, mode: str) -> None:
     """Make the S-step loss one static graph; the only place that compiles. mode: off, default or max-autotune."""
     if mode != "off":
-        torch._dynamo.config.recompile_limit = 16  # two capacities, for training and evaluation, and some to spare
+        torch._dynamo.config.recompile_limit = 16  # two capacities, in training and evaluation, and some to spare
         loss.compile(fullgraph=True, dynamic=False, mode=mode)
 
 
@@ -280,101 +401,202 @@ def autocast(args: Settings):
 # ------------------------------------------------------------------------------------------------------------- training
 
 
-def train(args: Settings, run: Path, loss: TTTLoss, rows: Rows) -> None:
+def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) -> None:
+    """All optimizer steps that are left. SIGINT and SIGTERM end it after a checkpoint, by KeyboardInterrupt."""
     parameters = [p for p in loss.parameters() if p.requires_grad]
-    matrices, vectors = [p for p in parameters if p.ndim > 1], [p for p in parameters if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": args.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=torch.device(args.device).type == "cuda")
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: learning_rate(i, args))
-    for p in parameters:
-        p.grad = torch.zeros_like(
-            p
-        )  # for good: a gradient adopted from a captured graph is overwritten by its next replay
-    print(
-        f"rows of {args.row_tokens} slots and {rows.anchors} anchors, {args.batch_rows * args.accumulate} a step, on {args.device}"
+    optimizer = make_optimizer(args, parameters)
+    per_step = args.accumulate * ranks.world
+    steps = args.steps or -(-rows.count(args.epochs) // per_step)
+    done = load_checkpoint(run, loss.draft, optimizer, args.device)
+    if (run / "draft").exists():
+        raise ValueError(f"{run} is complete, its draft is in {run / 'draft'}; start another --name")
+    model = DistributedDataParallel(loss) if ranks.world > 1 else loss
+    first = ranks.rank == 0
+    if first:
+        shape = f"{args.row_tokens} slots and {rows.anchors} anchors, {args.batch_rows * per_step} rows a step"
+        print(f"rows of {shape}, {steps} steps{f', {done} of them done' if done else ''}, on {args.device}")
+        log = trimmed_log(run / "log.jsonl", done)
+    bar = tqdm(
+        range(done + 1, steps + 1), desc="training the draft", unit="step", initial=done, total=steps, disable=not first
     )
-    run.mkdir(parents=True)
-    (run / "settings.json").write_text(
-        json.dumps(dataclasses.asdict(args) | {"torch": torch.__version__}, indent=1) + "\n"
-    )
-    batches, empty, start = iter(rows), 0, time.perf_counter()
-    with (
-        (run / "log.jsonl").open("a") as log,
-        tqdm(range(1, args.steps + 1), desc="training the draft", unit="step") as bar,
-    ):
+    empty, bad, start = 0, 0, time.perf_counter()
+    with Interruption() as interruption:
         for step in bar:
-            window = [next(batches) for _ in range(args.accumulate)]
-            line = {"step": step, "lr": schedule.get_last_lr()[0]} | optimizer_step(
-                args, loss, window, optimizer, parameters
-            )
-            schedule.step()
-            empty += line["supervised"] == 0
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * learning_rate(step - 1, steps, args.warmup)
+            window = [
+                rows[((step - 1) * args.accumulate + m) * ranks.world + ranks.rank] for m in range(args.accumulate)
+            ]
+            line = optimizer_step(args, ranks, model, window, optimizer, parameters)
+            empty, bad = empty + (line["supervised"] == 0), 0 if math.isfinite(line["grad_norm"]) else bad + 1
+            if bad == 10:
+                raise ValueError(
+                    f"the loss was not finite for 10 steps in a row, up to step {step}; see {run / 'log.jsonl'}"
+                )
             now = time.perf_counter()
-            line["supervised_per_second"], start = line["supervised"] / (now - start), now
-            print(json.dumps(line), file=log, flush=True)
-            bar.set_postfix(
-                loss=f"{line['loss']:.3f}",
-                accept=f"{line['accept_length']:.2f}",
-                tok_s=f"{line['supervised_per_second']:,.0f}",
-            )
-            if step in (50, args.steps) and 2 * empty > step:
-                tqdm.write(f"warning: {empty} of {step} steps had nothing to learn; check the loss mask of the data")
+            line |= {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": line["supervised"] / (now - start)}
+            start = now
+            if first:
+                print(json.dumps({"step": step} | line), file=log, flush=True)
+                speed = f"{line['tokens_per_second']:,.0f}"
+                bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
+                if step in (50, steps) and 2 * empty > step - done:
+                    tqdm.write(f"warning: {empty} of {step - done} steps had nothing to learn; check the loss mask")
+            stop = bool(ranks.sum(torch.tensor(float(interruption.asked), device=args.device)) > 0)
+            if first and (stop or step % args.save_every == 0 or step == steps):
+                save_checkpoint(run, loss.draft, optimizer, step, args.keep)
+            if stop:
+                raise KeyboardInterrupt
 
 
-def learning_rate(step: int, args: Settings) -> float:
+def make_optimizer(args: Settings, parameters: list) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": args.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    for p in parameters:  # for good: a gradient adopted from a captured graph would be overwritten by its next replay
+        p.grad = torch.zeros_like(p)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=torch.device(args.device).type == "cuda")
+
+
+def learning_rate(step: int, steps: int, warmup: float) -> float:
     """Share of the peak: linear warm-up, then a cosine down to a tenth."""
-    warmup = max(1, round(args.warmup * args.steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, args.steps - warmup)))
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def optimizer_step(args: Settings, loss: TTTLoss, window: list, optimizer, parameters) -> dict:
-    """Forward and backward of the window's micro-batches over their common denominators, then one update.
+def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch], optimizer, parameters: list) -> dict:
+    """Forward and backward of the window's micro-batches over the counts of all ranks' windows, then one update.
 
-    With nothing supervised in the whole window nothing moves: AdamW would, by its momentum, even on zero gradients.
+    With nothing supervised anywhere nothing moves: AdamW would, by its momentum, even on zero gradients.
     """
-    supervised = sum((rows.teacher_index >= 0).sum((1, 2)) for rows in window)
+    supervised = ranks.sum(sum((rows.teacher_index >= 0).sum((1, 2)) for rows in window))
     denominators = supervised.clamp(min=1).float()
-    total, hits, prefix_hits, valid = 0.0, 0, 0, 0
-    for rows in window:
+    sums = torch.zeros(3, args.ttt_steps, dtype=torch.float64, device=denominators.device)  # hits, prefix hits, valid
+    total = torch.zeros((), dtype=torch.float64, device=denominators.device)
+    for m, rows in enumerate(window, start=1):
         if rows.features.is_cuda:
             torch.compiler.cudagraph_mark_step_begin()
-        with autocast(args):
-            part, m = loss(rows._replace(denominators=denominators))
-        part.backward()
-        total, hits = total + part.detach().clone(), hits + m.step_hits.sum()
-        prefix_hits, valid = prefix_hits + m.step_prefix_hits, valid + m.step_valid
+        last = m == len(window) or ranks.world == 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            with autocast(args):
+                loss, metrics = model(rows._replace(denominators=denominators))
+            (loss * ranks.world).backward()  # DistributedDataParallel takes the mean over ranks, the loss is a sum
+        total += loss.detach()
+        sums += torch.stack([metrics.step_hits, metrics.step_prefix_hits, metrics.step_valid])
     count = int(supervised.sum())
+    hits, prefix_hits, valid = ranks.sum(sums)
     norm = nn.utils.clip_grad_norm_(parameters, args.clip)
     if count and norm.isfinite():
         optimizer.step()
     for p in parameters:
         p.grad.zero_()
-    accept = 1 + (prefix_hits / valid.clamp(min=1)).sum()
     return {
-        "loss": float(total),
-        "accuracy": int(hits) / max(count, 1),
-        "accept_length": float(accept),
+        "loss": float(ranks.sum(total)),
+        "accuracy": float(hits.sum()) / max(count, 1),
+        "accept_length": 1 + float((prefix_hits / valid.clamp(min=1)).sum()),
         "supervised": count,
         "grad_norm": float(norm),
     }
+
+
+class Interruption:
+    """Within it SIGINT and SIGTERM only ask to stop; a second one stops at once."""
+
+    def __enter__(self):
+        self.asked = False
+        self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def ask(self, number, frame):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, keep: int) -> None:
+    """checkpoints/step-<n>: the draft (float32) and all else that training goes on from; whole or absent."""
+    final = run / "checkpoints" / f"step-{step:08d}"
+    half = final.with_suffix(".part")
+    shutil.rmtree(half, ignore_errors=True)
+    draft.save_pretrained(half)
+    torch.save({"step": step, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, half / "training.pt")
+    os.replace(half, final) if not final.exists() else shutil.rmtree(half)
+    for old in sorted(final.parent.glob("step-????????"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> int:
+    """Load the newest checkpoint of the run, if it has one; the number of steps done."""
+    newest = max((run / "checkpoints").glob("step-????????"), default=None)
+    if newest is None:
+        return 0
+    stored = load_draft(newest).state_dict()
+    misfits = [k for k, x in draft.state_dict().items() if k not in stored or stored[k].shape != x.shape]
+    if misfits:
+        raise ValueError(f"{newest} is another draft's ({', '.join(misfits[:3])} differ); resume with its own settings")
+    draft.load_state_dict(stored)
+    state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"].cpu())
+    return state["step"]
+
+
+def load_draft(directory: Path) -> nn.Module:
+    """The draft of a checkpoint directory; ValueError when it is none."""
+    try:
+        kind = DRAFTS[json.loads((directory / "config.json").read_text())["model_type"]]
+        return kind.from_pretrained(directory, dtype=torch.float32)
+    except (OSError, KeyError, ValueError) as error:
+        raise ValueError(f"{directory} is no checkpoint of a draft ({type(error).__name__}: {error})") from error
+
+
+def trimmed_log(path: Path, done: int):
+    """The log opened to append, without the steps after the checkpoint, which come again."""
+    lines = path.read_text().splitlines(keepends=True)[:done] if path.exists() else []
+    path.write_text("".join(lines))
+    return path.open("a")
+
+
+def export(draft: nn.Module, directory: Path, dtype: str) -> None:
+    """The directory that engines load; whole or absent. ValueError when there is one already."""
+    if directory.exists():
+        raise ValueError(f"{directory} exists already and nothing is overwritten; name another directory")
+    half = directory.with_name(directory.name + ".part")
+    shutil.rmtree(half, ignore_errors=True)
+    config, state = export_config(draft, getattr(torch, dtype)), export_state(draft, getattr(torch, dtype))
+    half.mkdir(parents=True)
+    (half / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(state, half / "model.safetensors", metadata={"format": "pt"})
+    os.replace(half, directory)
+    print(f"draft: {directory} ({dtype})")
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation
 
 
 @torch.no_grad()
-def evaluate(args: Settings, loss: TTTLoss, rows: Rows) -> dict:
+def evaluate(args: Settings, ranks: Ranks, loss: TTTLoss, rows: Rows) -> dict:
     """Over held-out rows: accept lengths at S drafted tokens (simulated, walked) and accuracy per step, all pooled."""
-    walked, sums = Accepted(0, 0), []
-    for batch in rows.epoch(0)[: max(1, args.eval_rows // args.batch_rows)]:
+    walked, sums = Accepted(0, 0), torch.zeros(4, args.ttt_steps, dtype=torch.float64, device=args.device)
+    batches = rows.epoch(0)[: max(1, args.eval_rows // args.batch_rows)]
+    for batch in batches[ranks.rank :: ranks.world]:
         made = rows.make(batch)
         with autocast(args):
             _, m = loss(made)
         walked += walk(made, m)
-        sums.append(torch.stack([m.step_prefix_hits, m.step_valid, m.step_hits, m.step_supervised]))
-    prefix_hits, valid, hits, supervised = torch.stack(sums).sum(0).double()
+        sums += torch.stack([m.step_prefix_hits, m.step_valid, m.step_hits, m.step_supervised])
+    prefix_hits, valid, hits, supervised = ranks.sum(sums)
+    walked = Accepted(*ranks.sum(torch.tensor(walked, dtype=torch.float64, device=args.device)).tolist())
     return {
         "simulated": 1 + float((prefix_hits / valid.clamp(min=1)).sum()),
         "walked": walked.length,
@@ -394,15 +616,6 @@ def decode_for_real(args: Settings, target: Target, draft: nn.Module, documents:
     return {"prompts": len(prompts), "identical": same, "rounds": accepted.rounds, "decoded": accepted.length}
 
 
-def export(args: Settings, draft: nn.Module, directory: Path) -> None:
-    """The directory that engines load; whole or absent."""
-    dtype, half = getattr(torch, args.export_dtype), directory.with_name(directory.name + ".part")
-    half.mkdir(parents=True)
-    (half / "config.json").write_text(json.dumps(export_config(draft, dtype), indent=2) + "\n")
-    save_file(export_state(draft, dtype), half / "model.safetensors", metadata={"format": "pt"})
-    os.replace(half, directory)
-
-
 def report(args: Settings, run: Path, result: dict) -> None:
     (run / "result.json").write_text(json.dumps(result) + "\n")
     k = args.ttt_steps
@@ -410,11 +623,12 @@ def report(args: Settings, run: Path, result: dict) -> None:
     print(f"  accept length   simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
     print(f"  accuracy        {' '.join(f'{x:.1%}' for x in result['accuracy'])}  (steps 1..{k})")
     if result["prompts"]:
+        what = f"{result['prompts']} prompts of {args.decode_tokens} new tokens, {result['rounds']} rounds"
+        print(f"  decoded         {result['decoded']:.2f} tokens a round ({what})")
         print(
-            f"  decoded         {result['decoded']:.2f} tokens a round in {result['rounds']} rounds, {result['prompts']} prompts of "
-            f"{args.decode_tokens} new tokens; {result['identical']} identical to the target's own greedy decoding"
+            f"                  {result['identical']} of {result['prompts']} identical to the target's greedy decoding"
         )
-    print(f"draft: {run / 'draft'} ({args.export_dtype}), log: {run / 'log.jsonl'}")
+    print(f"log: {run / 'log.jsonl'}; next: serve {run / 'draft'} beside its target, or train on with another --name")
 
 
 if __name__ == "__main__":
@@ -424,5 +638,5 @@ if __name__ == "__main__":
         print(f"train.py: error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        print("\ninterrupted; --resume with the run's --name goes on", file=sys.stderr)
         sys.exit(130)

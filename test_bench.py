@@ -1,0 +1,212 @@
+"""Claims about bench.py: what it compares is the same mathematics, and its formulas count what autograd really does."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import bench
+from bench import Baseline, Cell, Ours, make_batch, make_config, model_flops, saved_by_baseline, saved_by_ours
+from draft_deepseek import build_rows, valid_slots
+
+TINY = Cell(size="tiny", slots=96, share=0.5)
+
+
+def sharp_draft(cell):
+    """Weights large enough that masks, angles and the order of steps show in every gradient."""
+    draft = bench.make_draft(cell)
+    with torch.no_grad():
+        for p in draft.parameters():
+            p.copy_(torch.randn_like(p) / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * torch.randn_like(p))
+    return draft
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", bench.DRAFTS)
+def test_the_baseline_has_our_loss_and_gradients(name, packed):
+    cell = replace(TINY, draft=name, packed=packed)
+    draft = sharp_draft(cell)
+    batch = make_batch(cell, draft)
+    want, got = (bench.gradients(cell, draft, batch, one) for one in (Baseline(draft), Ours(draft)))
+    assert want.keys() == got.keys() and len(want) > 15
+    for key, gradient in want.items():
+        assert gradient.abs().max() > 0, key
+        assert (gradient - got[key]).abs().max() <= 2e-5 * gradient.abs().max(), key
+
+
+@pytest.mark.parametrize(
+    "defect", [lambda b: b._replace(position=b.position * 2), lambda b: b._replace(document=b.document * 0)]
+)
+def test_a_disagreement_is_found_before_anything_is_timed(defect):
+    draft = sharp_draft(TINY)
+    batch, ours = make_batch(TINY, draft), Ours(draft)
+    impls = {"baseline": Baseline(draft), "ours eager": ours}
+    bench.check(TINY, draft, batch, impls)
+    prepare = ours.prepare
+    ours.prepare = lambda batch: prepare(defect(batch))
+    with pytest.raises(bench.Disagreement, match=r"ours eager differs from baseline: .*q_b_proj"):
+        bench.check(TINY, draft, batch, impls)
+
+
+def saved_bytes(fn, exclude) -> int:
+    """Bytes of the distinct storages that autograd keeps for the backward of fn, but for those of `exclude`."""
+    known, found = {x.untyped_storage().data_ptr() for x in exclude}, {}
+
+    def pack(x):
+        found[x.untyped_storage().data_ptr()] = x  # kept alive, so that no address is used twice
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        result = fn()
+    assert result.requires_grad
+    return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in known)
+
+
+def saved_at(name: str, c: int, slots: int, anchors: int | None = None, recompute: str = "none") -> int:
+    """What the baseline, or ours with `anchors`, keeps at the tiny size with c bytes per number."""
+    cell = replace(TINY, draft=name, slots=slots, share=0.1, dtype="bfloat16" if c == 2 else "float32")
+    draft = bench.make_draft(cell)
+    batch = make_batch(cell, draft)
+    if anchors is None:
+        implementation = Baseline(draft)
+        prepared = implementation.prepare(batch)
+    else:
+        implementation, (*row, head) = Ours(draft), batch
+        implementation.ttt_loss.recompute = recompute
+        prepared = (build_rows(draft.draft_ids, *row, lambda x: x @ head.T, steps=bench.STEPS, anchors=anchors),)
+    flat = [x for part in prepared for x in (part if isinstance(part, tuple) else [part]) if torch.is_tensor(x)]
+    with bench.autocast(cell):
+        return saved_bytes(lambda: implementation(*prepared), [*draft.parameters(), *flat])
+
+
+@pytest.mark.parametrize("c", [4, 2])
+@pytest.mark.parametrize("name", bench.DRAFTS)
+def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
+    cfg = make_config(name, "tiny")
+    base = saved_at(name, c, 128, 80)
+    ours = saved_by_ours(cfg, c)
+    assert saved_at(name, c, 128, 110) - base == 30 * ours.anchor
+    assert saved_at(name, c, 192, 80) - base == 64 * ours.slot
+    first, second, third = (saved_at(name, c, slots) for slots in (64, 128, 192))
+    dense = saved_by_baseline(cfg, c)
+    assert third - 2 * second + first == 2 * 64**2 * dense.pair
+    assert second - first == 64 * dense.slot + (128**2 - 64**2) * dense.pair
+
+
+@pytest.mark.parametrize("name", bench.DRAFTS)
+def test_saved_bytes_with_recompute_step(name):
+    """The checkpoint also holds the token half [T,..] and the mask's two bounds [A], in lists that no hook sees."""
+    cfg = make_config(name, "tiny")
+    base, ours = saved_at(name, 4, 128, 80, "step"), saved_by_ours(cfg, 4, "step")
+    gate = cfg.num_attention_heads * cfg.v_head_dim if name == "kimi-k3" else 0
+    token_half = 4 * (cfg.q_lora_rank + cfg.kv_lora_rank + cfg.qk_rope_head_dim + gate)
+    assert saved_at(name, 4, 192, 80, "step") - base == 64 * (ours.slot - token_half)
+    assert 0 <= 30 * ours.anchor - (saved_at(name, 4, 128, 110, "step") - base) <= 30 * 2 * 8
+    assert ours.anchor + ours.remade < saved_by_ours(cfg, 4).anchor / 2
+
+
+@pytest.mark.parametrize("name", bench.DRAFTS)
+def test_model_flops_are_those_of_the_products_that_run(name):
+    """The baseline's products counted by PyTorch: full T x T scores, own keys pointwise, the token half at each step."""
+    cell = replace(TINY, draft=name, share=1.0, packed=False)
+    draft = bench.make_draft(cell)
+    batch, one, t, steps = make_batch(cell, draft), Baseline(draft), cell.slots, bench.STEPS
+    with FlopCounterMode(display=False) as counter:
+        one(*one.prepare(batch)).backward()
+    cfg = draft.config
+    counts = dict(slots=t, pairs=steps * t, later_pairs=(steps - 1) * t, keys_read=steps * t * t, own_keys_read=0)
+    formula = model_flops(cfg, **counts, supervised=steps * t, taught=t)
+    gate = cfg.num_attention_heads * cfg.v_head_dim if name == "kimi-k3" else 0
+    token_half = cfg.hidden_size * (cfg.q_lora_rank + cfg.kv_lora_rank + cfg.qk_rope_head_dim + gate)
+    assert counter.get_total_flops() == sum(formula.values()) + 6 * (steps - 1) * t * token_half
+
+
+def test_workload_counts_every_pair_by_hand():
+    """Documents of 4 and 3 slots, all supervised: slot t of a document of n is needed at steps below n - 1 - t."""
+    document = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
+    position = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
+    batch = bench.Batch(document, document, position, None, torch.ones_like(document), None, None)
+    got = bench.workload(batch)
+    steps = {0: 3, 1: 2, 2: 1}, {0: 2, 1: 1}  # slot: steps
+    pairs = [(t, s) for of in steps for t, n in of.items() for s in range(n)]
+    assert got == {
+        "slots": 7,
+        "pairs": len(pairs),
+        "later_pairs": sum(s > 0 for _, s in pairs),
+        "keys_read": sum(t + 1 for t, _ in pairs),
+        "own_keys_read": sum(s for _, s in pairs),
+        "supervised": len(pairs),
+        "taught": 5,
+    }
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_answers_end_their_documents_and_make_up_the_share(share):
+    cell = replace(TINY, slots=1024, share=share)
+    batch = make_batch(cell, bench.make_draft(cell))
+    assert batch.document.unique().numel() > 3
+    assert abs(batch.loss_mask.float().mean() - share) < 0.02
+    for number in batch.document.unique():
+        mask = batch.loss_mask[batch.document == number]
+        assert (mask.diff() >= 0).all() and mask[-1] == 1
+    assert valid_slots(batch.document, batch.loss_mask, 1).sum() <= batch.loss_mask.sum()
+
+
+def run_bench(*arguments) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(Path(bench.__file__)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_the_last_line_of_the_train_suite_is_json(tmp_path):
+    out = tmp_path / "full.json"
+    done = run_bench("--size", "tiny", "--row-tokens", "64", "--share", "0.5", "--rounds", "1", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result, full = json.loads(done.stdout.splitlines()[-1]), json.loads(out.read_text())
+    baseline, ours = result["rows"]
+    assert (baseline["implementation"], ours["implementation"]) == ("baseline", "ours eager")
+    assert baseline["faster"] == 1.0 and ours["faster"] > 0 and 0 < ours["mfu"] < 1
+    if sys.platform == "linux":
+        assert 0 < ours["memory_share"] < 2 and len(result["peak_of_2t_over_t"]) == 1
+    assert full["rows"] == result["rows"]
+    assert {"step 0", "later steps", "attention", "loss", "backward", "optimizer"} < full["cells"][0][
+        "breakdown"
+    ].keys()
+
+
+def test_the_shapes_suite_needs_no_memory_and_ends_in_json():
+    done = run_bench("--suite", "shapes")
+    assert done.returncode == 0, done.stderr
+    drafts = json.loads(done.stdout.splitlines()[-1])["drafts"]
+    v3 = drafts[0]
+    assert v3["cache_bytes"] == [2 * 576, 2 * 40960]  # DESIGN.md's 576 and 40,960 numbers
+    assert {row["draft"] for row in drafts} == {"deepseek-v3", "kimi-k2.5", "kimi-k3"}
+    assert v3["memory"]["T 4096 100%"]["ours"].keys() == v3["memory"]["T 131072 25%"]["dense"].keys()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--rounds", "0"], ["--share", "1.5"], ["--row-tokens", "0"], ["--suite", "h200"]]
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments):
+    done = run_bench(*arguments)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and arguments[0] in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("reset", [True, False])
+def test_peak_memory_sees_what_was_freed_again(monkeypatch, reset):
+    if not reset:  # where the kernel's mark may not be reset, a thread samples
+
+        def refuse(*_):
+            raise PermissionError
+
+        monkeypatch.setattr(Path, "write_text", refuse)
+    with bench.PeakMemory("cpu") as peak:
+        x = torch.ones(16 << 20)
+        x.add_(1)
+        del x
+    assert 60e6 < peak.growth < 120e6

@@ -1,0 +1,333 @@
+"""Claims about training, decoding and runs: what the loop does with batches, ranks, interruptions and bad input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import train
+from data import Document, anchors_of, best_fit, draft_vocabulary, lay_out, pack
+from decode import Accepted, speculative_greedy, walk
+from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state, import_state
+from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from target import tiny_target
+from test_drafts import K3, SIZES
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+ROOT = Path(__file__).parent
+TOY = SIZES | {
+    "vocab_size": 32,
+    "draft_vocab_size": 32,
+    "hidden_size": 32,
+    "target_hidden_size": 32,
+    "pad_token_id": None,
+}
+
+
+NEXT = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+
+
+class Toy:
+    """A deterministic target: after token x comes NEXT[x]. Its last hidden state is the token, one-hot."""
+
+    device = torch.device("cpu")
+
+    def states(self, tokens):
+        last = F.one_hot(tokens, 32).float()
+        return torch.cat([last, last.roll(3, -1), last.roll(7, -1)], -1), last
+
+    def head(self, hidden):
+        return 9.0 * F.one_hot(NEXT[hidden.argmax(-1)], 32).float()
+
+    def greedy(self, prompt, n):
+        tokens = [prompt[-1]]
+        for _ in range(n):
+            tokens.append(NEXT[tokens[-1]])
+        return torch.stack(tokens[1:])
+
+
+def toy_rows(draft, text, loss_mask):
+    """One row batch of token rows [B,T] that the toy target reads."""
+    features, last = Toy().states(text)
+    position = torch.arange(text.shape[1]).expand_as(text)
+    return build_rows(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
+
+
+def toy_draft(kind, steps):
+    """A draft trained on the toy target's own continuations for `steps` steps."""
+    torch.manual_seed(0)
+    draft = (DeepseekV3Eagle3DraftModel if kind == "deepseek" else KimiK3Eagle3DraftModel)(
+        TOY | ({"rope_theta": 10000.0} if kind == "deepseek" else K3)
+    )
+    draft.freeze_embeddings()
+    loss = TTTLoss(draft)
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    for i in range(steps):
+        prompts = torch.randint(32, (4, 3))
+        text = torch.stack([torch.cat([p, Toy().greedy(p, 37)]) for p in prompts])
+        value, _ = loss(toy_rows(draft, text, (torch.arange(40) >= 3).expand_as(text)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - i / steps) + 1e-4
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    return draft
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["deepseek", "kimi"])
+def toy(request):
+    return request.param, {steps: toy_draft(request.param, steps) for steps in (12, 200)}
+
+
+# ------------------------------------------------------------------------------------------------------------ decoding
+
+
+def test_an_overfit_draft_has_every_drafted_token_accepted(toy):
+    draft = toy[1][200]
+    tokens, accepted = speculative_greedy(draft, Toy(), torch.tensor([5, 9, 2]), 1 + 8 * 8, 7)
+    assert torch.equal(tokens, Toy().greedy(torch.tensor([5, 9, 2]), 65))
+    assert accepted == Accepted(64, 8)  # 7 of 7 drafted tokens and the target's own, every round
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_decoding_is_lossless_and_takes_the_rounds_that_the_walk_counts(toy, k):
+    draft = toy[1][12]  # half trained: some hits, some misses
+    total, rounds = Accepted(0, 0), Accepted(0, 0)
+    for prompt in torch.randint(32, (8, 3), generator=torch.Generator().manual_seed(k)):
+        want = Toy().greedy(prompt, 48)
+        tokens, accepted = speculative_greedy(draft, Toy(), prompt, 48, k)
+        assert torch.equal(tokens, want)
+        text = torch.cat([prompt, want])[None]
+        rows = toy_rows(
+            draft, text, (torch.arange(51) >= 3)[None] & (torch.arange(51) < 50)
+        )  # 47 tokens after the first
+        with torch.no_grad():
+            _, metrics = TTTLoss(draft)(rows)
+        walked = walk(rows, metrics, k)
+        assert walked.rounds == accepted.rounds and accepted.tokens == 47
+        total, rounds = total + accepted, rounds + walked
+    assert 1.05 < total.length < k + 0.95  # neither all nor nothing, or the test would show little
+
+
+def test_accept_lengths_are_pooled():
+    assert (Accepted(10, 5) + Accepted(90, 30)).length == 100 / 35
+
+
+# ------------------------------------------------------------------------------------------------------------- packing
+
+
+def test_rows_hold_every_document_once_within_both_limits():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randn(3000, generator=generator).mul(0.8).add(5.5).exp().clamp(8, 2048).int().tolist()
+    shares = torch.rand(3000, generator=generator).mul(0.6).add(0.1).tolist()
+    sizes = [(n, max(1, int(n * share))) for n, share in zip(lengths, shares, strict=True)]
+    rows = pack(sizes, 2048, 1024, train.random.Random(0))
+    assert sorted(i for row in rows for i in row) == list(range(3000))
+    assert rows == pack(sizes, 2048, 1024, train.random.Random(0)) != pack(sizes, 2048, 1024, train.random.Random(1))
+    tokens, anchors = (sum(sizes[i][d] for row in rows for i in row) / len(rows) for d in (0, 1))
+    for row in rows:
+        wide = any(sizes[i][1] > 1024 for i in row)
+        assert sum(sizes[i][0] for i in row) <= 2048 and sum(sizes[i][1] for i in row) <= (2048 if wide else 1024)
+    assert tokens >= 0.95 * 2048 or anchors >= 0.9 * 1024
+    assert best_fit([0, 1, 2], [(6, 1), (5, 1), (4, 1)], 10, 10) == [[0, 2], [1]]
+
+
+def test_anchors_are_the_slots_within_reach_of_a_learned_token():
+    mask = torch.zeros(20, dtype=torch.bool)
+    mask[9:12] = True
+    assert anchors_of(mask, 7) == 9  # slots 2..10
+    assert anchors_of(mask, 1) == 3 and anchors_of(mask[:1], 7) == 0 and anchors_of(~mask[:2], 3) == 1
+
+
+def test_draft_vocabulary_counts_learned_tokens_and_keeps_special_ones():
+    documents = [Document(torch.tensor([1, 2, 2, 3, 5, 5]), torch.tensor([0, 1, 1, 1, 0, 0], dtype=torch.bool), "")]
+    assert draft_vocabulary(documents, 3, [9], 12).tolist() == [2, 3, 9]
+    assert draft_vocabulary(documents, 6, [9], 12).tolist() == [0, 1, 2, 3, 4, 9]  # too few: the lowest ids fill up
+    for size in (0, -1, 13, 2.5, True):
+        with pytest.raises(ValueError, match="draft-vocab"):
+            draft_vocabulary(documents, size, [9], 12)
+
+
+def test_a_row_without_documents_is_padding():
+    out = lay_out([[]], 8, 4, 3, torch.float32, "cpu")
+    assert (out["document"] == -1).all() and not out["loss_mask"].any() and out["features"].shape == (1, 8, 12)
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder of runs whose built-in targets were hardly trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    for preset in ("deepseek-v3", "kimi-k3"):
+        path = tiny_target(preset, folder / f"tiny-{preset}", progress=False, steps=2)
+        recipe = json.loads((path / "tiny_target.json").read_text())
+        recipe["steps"] = __import__("target").TINY_STEPS[preset]
+        (path / "tiny_target.json").write_text(json.dumps(recipe))
+    return folder
+
+
+SHORT = ["--row-tokens", "512", "--eval-rows", "1", "--decode-prompts", "1", "--decode-tokens", "9"]
+SHORT += ["--save-every", "3", "--device", "cpu"]
+
+
+def start(runs, name, *flags, launcher=(sys.executable,)):
+    command = [*launcher, "train.py", "--runs", str(runs), "--name", name, *SHORT, *map(str, flags)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(process, code=0):
+    output = process.communicate(timeout=280)[0]
+    assert process.returncode == code, output[-3000:]
+    return output
+
+
+def weights(runs, name, step):
+    return load_file(runs / name / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+def log(runs, name):
+    return [json.loads(line) for line in (runs / name / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "kimi-k3"])
+def test_a_run_trains_evaluates_and_exports(runs, preset):
+    output = finish(start(runs, f"run-{preset}", "--target", preset, "--steps", 4, "--export-dtype", "float32"))
+    assert "simulated" in output and "1 of 1 identical" in output
+    run = runs / f"run-{preset}"
+    assert [line["step"] for line in log(runs, run.name)] == [1, 2, 3, 4]
+    state, trained = load_file(run / "draft" / "model.safetensors"), weights(runs, run.name, 4)
+    target = load_file(runs / f"tiny-{preset}" / "model.safetensors")
+    embedding = next(x for name, x in target.items() if name.endswith("embed_tokens.weight"))
+    assert torch.equal(state["embed_tokens.weight"], embedding)  # engines share it: never trained
+    assert torch.equal(state["layers.0.mlp.up_proj.weight"], trained["model.layers.0.mlp.up_proj.weight"])
+    norms = torch.cat([x for name, x in state.items() if x.ndim == 1 and x.is_floating_point()])
+    assert (norms == 1).float().mean() < 0.01  # float32 masters: norms move
+    again = finish(start(runs, run.name, "--resume"), 2)
+    assert "is complete" in again
+
+
+def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(runs):
+    flags = ["--steps", 8, "--accumulate", 2]
+    whole, cut = start(runs, "whole", *flags), start(runs, "cut", *flags)
+    deadline = time.monotonic() + 200
+    while not (runs / "cut/checkpoints").exists() and time.monotonic() < deadline and cut.poll() is None:
+        time.sleep(0.05)
+    cut.send_signal(signal.SIGTERM)
+    assert "interrupted" in finish(cut, 130)
+    finish(start(runs, "cut", "--resume"))
+    finish(whole)
+    for name, x in weights(runs, "whole", 8).items():
+        assert torch.equal(weights(runs, "cut", 8)[name], x), name
+    assert [line["step"] for line in log(runs, "cut")] == list(range(1, 9))
+    assert [line["loss"] for line in log(runs, "cut")] == [line["loss"] for line in log(runs, "whole")]
+
+
+def test_two_ranks_equal_one_process(runs):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517")
+    finish(start(runs, "ranks-1", "--steps", 5, "--accumulate", 2))
+    finish(start(runs, "ranks-2", "--steps", 5, "--accumulate", 1, launcher=torchrun))
+    for a, b in zip(log(runs, "ranks-1"), log(runs, "ranks-2"), strict=True):
+        assert a["supervised"] == b["supervised"] and abs(a["loss"] - b["loss"]) < 1e-5 * a["loss"], (a, b)
+        assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-4 * a["grad_norm"]
+    one, two = weights(runs, "ranks-1", 5), weights(runs, "ranks-2", 5)
+    for name, x in one.items():
+        assert (two[name] - x).abs().max() <= 1e-4 * x.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--target", "gpt-5"], "gpt-5"),
+        (["--row-tokens", "0"], "--row-tokens is 0"),
+        (["--steps", "x"], "--steps"),
+        (["--draft-vocab", "100000"], "--draft-vocab is 100000; it must be an integer in 1..262"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--aux-layers", "1,2"], "three"),
+        (["--aux-layers", "a,b,c"], "a,b,c"),
+        (["--device", "banana"], "banana"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--anchors", "4096"], "--anchors is 4096"),
+        (["--resume"], "--name"),
+        (["--export", "nothing", "out"], "nothing"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(runs, flags, said, capsys):
+    before = sorted(runs.rglob("*"))
+    with pytest.raises((SystemExit, ValueError)) as stopped:
+        train.main(["--runs", str(runs), *flags])
+    message = capsys.readouterr().err if isinstance(stopped.value, SystemExit) else str(stopped.value)
+    assert said in message and message.strip().count("\n") == 0
+    assert not isinstance(stopped.value, SystemExit) or stopped.value.code == 2
+    assert sorted(runs.rglob("*")) == before
+
+
+def test_an_existing_run_is_not_overwritten(runs):
+    (runs / "taken").mkdir()
+    with pytest.raises(ValueError, match="exists already"):
+        train.main(["--runs", str(runs), "--name", "taken"])
+    assert not list((runs / "taken").iterdir())
+
+
+def test_nothing_supervised_moves_nothing():
+    draft = toy_draft("deepseek", 1)
+    parameters = [p for p in draft.parameters() if p.requires_grad]
+    args = train.resolve(train.Settings(device="cpu"))
+    optimizer = train.make_optimizer(args, parameters)
+    text = torch.randint(32, (1, 20))
+    learned, empty = (
+        toy_rows(draft, text, mask.expand_as(text)) for mask in (torch.ones(20).bool(), torch.zeros(20).bool())
+    )
+    loss = TTTLoss(draft)
+    train.optimizer_step(args, train.Ranks(), loss, [learned], optimizer, parameters)  # momentum that could move them
+    before = [p.clone() for p in parameters]
+    line = train.optimizer_step(args, train.Ranks(), loss, [empty], optimizer, parameters)
+    assert line["supervised"] == 0 and line["loss"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------- export and import
+
+
+@pytest.mark.parametrize("changes", [{}, {"draft_vocab_size": 32}, {"fc_norm": True, "norm_output": True}])
+def test_export_import_export_is_identical_and_says_what_engines_read(changes):
+    torch.manual_seed(0)
+    config = TOY | {"draft_vocab_size": 20, "rope_theta": 1e4} | changes
+    draft = DeepseekV3Eagle3DraftModel(config)
+    if draft.config.draft_vocab_size == 20:
+        draft.set_vocab_mapping(torch.arange(20) + 5)
+    exported, state = export_config(draft), export_state(draft, torch.float32)
+    assert exported["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and exported["model_type"] == "deepseek_v2"
+    assert (
+        exported["rope_theta"] == 1e4 and "rope_parameters" not in exported and exported["tie_word_embeddings"] is False
+    )
+    assert ("d2t" in state) == (draft.config.draft_vocab_size == 20) and not any(k.startswith("model.") for k in state)
+    other = DeepseekV3Eagle3DraftModel(exported)
+    published = {f"model.{k}".replace("layers.0.", "midlayer.") if "layers" in k else k: x for k, x in state.items()}
+    import_state(other, published)
+    again = export_state(other, torch.float32)
+    assert again.keys() == state.keys() and all(torch.equal(again[k], state[k]) for k in state)
+    assert export_config(other) == exported
+    del published["fc.weight"]
+    with pytest.raises(ValueError, match=r"missing \['model.fc.weight'\], unexpected \['model.odd'\]"):
+        import_state(other, published | {"odd": torch.zeros(1)})
