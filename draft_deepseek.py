@@ -71,7 +71,7 @@ class Eagle3MLAConfig(PretrainedConfig):
 
     def __post_init__(self, **kwargs):
         rope_scaling, rope_theta = kwargs.pop("rope_scaling", None), kwargs.pop("rope_theta", None)
-        self.rope_parameters = self.resolve_rope(self.rope_parameters or rope_scaling, rope_theta)
+        self.rope_parameters = self.resolve_rope(self.rope_parameters, rope_scaling, rope_theta)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.target_hidden_size = self.target_hidden_size or self.hidden_size
         if self.draft_vocab_size is None:
@@ -96,12 +96,13 @@ class Eagle3MLAConfig(PretrainedConfig):
         pass
 
     @staticmethod
-    def resolve_rope(rope, theta) -> dict:
+    def resolve_rope(parameters, scaling, theta) -> dict:
         """One dict with rope_type and rope_theta out of any config's form; ValueError when it cannot be rotated."""
-        rope = dict(rope or {})
-        old_type = rope.pop("type", None)
-        rope["rope_type"] = rope.get("rope_type") or old_type or "default"
-        rope["rope_theta"] = theta if rope.get("rope_theta") is None else rope["rope_theta"]
+        forms = [{"rope_type": form.get("type"), **form} for form in (parameters, scaling) if form]
+        rope = {"rope_type": None, "rope_theta": theta}
+        for form in sorted(forms, key=lambda form: form["rope_type"] not in (None, "default")):  # a scaled one wins
+            rope |= {key: value for key, value in form.items() if value is not None and key != "type"}
+        rope["rope_type"] = rope["rope_type"] or "default"
         if rope["rope_type"] not in ("default", "yarn"):
             raise ValueError(f"rope_type is {rope['rope_type']!r}; a draft rotates by 'default' or 'yarn'")
         if rope["rope_theta"] is None:
@@ -630,8 +631,8 @@ def attend_flex(q, k, v, mask: AnchorMask, scale: float):
         return (kv_index >= first[b, q_index]) & (kv_index <= last[b, q_index])
 
     mask = BlockMask((q.shape[2], k.shape[2]), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible)
-    wide_on_hopper = torch.cuda.get_device_capability(q.device) == (9, 0) and 128 < q.shape[-1] <= 256
-    options = HOPPER if wide_on_hopper else None
+    on_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)
+    options = HOPPER if on_hopper and 128 < q.shape[-1] <= 256 else None
     o, aux = flex_attention(
         q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options
     )
@@ -645,10 +646,10 @@ def attend_dense(q, k, v, mask: AnchorMask, scale: float, rows: int = 512):
         slot = torch.arange(k.shape[2], device=k.device)
         visible = ((slot >= first[..., None]) & (slot <= last[..., None]))[:, None]
         scores = upcast(einsum(q, k, "b n a d, b n t d -> b n a t")) * scale
-        empty = ~visible.any(-1)
-        lse = scores.masked_fill(~visible, -1e30).logsumexp(-1)
-        p = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0.0).to(v.dtype)
-        return einsum(p, v, "b n a t, b n t v -> b n a v"), lse.masked_fill(empty, float("-inf"))
+        scores = scores.masked_fill(~visible, -1e30)  # not -inf, which makes NaN of a row that sees nothing
+        p = scores.softmax(-1).masked_fill(~visible, 0.0).to(v.dtype)
+        lse = scores.logsumexp(-1).masked_fill(~visible.any(-1), float("-inf"))
+        return einsum(p, v, "b n a t, b n t v -> b n a v"), lse
 
     parts = zip(q.split(rows, 2), mask.first.split(rows, 1), mask.last.split(rows, 1), strict=True)
     done = [remade(block, *part) for part in parts]
@@ -701,6 +702,7 @@ def anchor_blocks(first: Tensor, last: Tensor, dtype: torch.dtype, rows: int = 1
             anchors = slice(a, min(a + rows, used))
             low, high = first[b, anchors, None], last[b, anchors, None]
             slots = slice(int(low[0]), int(high[-1]) + 1)
+            assert (high[1:] > high[:-1]).all(), "anchors ascend"  # else the kernel would read outside
             slot = torch.arange(slots.start, slots.stop)
             hidden = (slot < low) | (slot > high)
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))

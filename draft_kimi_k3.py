@@ -37,7 +37,7 @@ class KimiK3Eagle3Config(Eagle3MLAConfig):
             )
 
     @staticmethod
-    def resolve_rope(rope, theta) -> None:
+    def resolve_rope(parameters, scaling, theta) -> None:
         """NoPE: whatever the target's config says of RoPE is its other layers'."""
 
 
