@@ -125,24 +125,24 @@ def document(tokenizer, prompt: str, answer: str, source: str = "corpus") -> Doc
 
 
 def anchors_of(loss_mask: torch.Tensor, steps: int) -> int:
-    """How many slots of one document [L] are valid at one of `steps` steps: those before a learned token, within reach."""
+    """Slots of one document [L] that are valid at one of `steps` steps: those within reach of a learned token."""
     learned = F.pad(loss_mask[1:].float(), (0, steps))
     return int(learned.unfold(0, steps, 1).amax(1).sum()) if len(loss_mask) > 1 else 0
 
 
 def choose_capacity(documents: list[Document], row_tokens: int, steps: int) -> int:
-    """Anchors per row: the multiple of row_tokens/16 that holds the documents' mean share of valid slots, a tenth to spare."""
+    """Anchors per row: the multiple of row_tokens/16 that holds the mean share of valid slots, a tenth to spare."""
     share = sum(anchors_of(d.loss_mask, steps) for d in documents) / max(sum(len(d.tokens) for d in documents), 1)
     unit = -(-row_tokens // 16)
     return min(row_tokens, unit * -(-int(1.1 * share * row_tokens) // unit) or unit)
 
 
 def pack(sizes: list[tuple[int, int]], row_tokens: int, anchors: int, rng: random.Random) -> list[list[int]]:
-    """Documents of (tokens, anchors) packed into rows of at most `row_tokens` tokens and `anchors` anchors, as index lists.
+    """Index lists of documents of (tokens, anchors), in rows of at most `row_tokens` tokens and `anchors` anchors.
 
-    Best fit in two dimensions: in pools of 1024 shuffled documents the largest goes first, into the row it leaves fullest.
-    A document with more anchors than that gets a row of its own kind, shared only with its like (up to row_tokens anchors).
-    The rows are shuffled; the same `rng` state gives the same rows.
+    Best fit in two dimensions: in pools of 1024 shuffled documents the largest goes first, into the row it leaves
+    fullest. A document with more anchors than a row holds shares rows of row_tokens anchors with its like. The rows are
+    shuffled; the same `rng` state gives the same rows.
     """
     order = list(range(len(sizes)))
     rng.shuffle(order)

@@ -50,7 +50,15 @@ DEFAULTS = {
     "model": {"epochs": 1, "lr": 1e-4, "draft_vocab": 32_000, "row_tokens": 4096},
 }
 LEAST = dict.fromkeys(("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "epochs", "eval_rows"), 1)
-LEAST |= {"anchors": 1, "save_every": 1, "keep": 1, "draft_vocab": 0, "decode_prompts": 0, "decode_tokens": 2}
+LEAST |= {
+    "anchors": 1,
+    "documents": 1,
+    "save_every": 1,
+    "keep": 1,
+    "draft_vocab": 0,
+    "decode_prompts": 0,
+    "decode_tokens": 2,
+}
 DRAFTS = {"deepseek_v2": DeepseekV3Eagle3DraftModel, "kimi_k3": KimiK3Eagle3DraftModel}  # by config.model_type
 
 
@@ -85,6 +93,7 @@ class Settings:
 
     row_tokens: int | None = option(None, "batch", "slots T of a packed row")
     anchors: int | None = option(None, "batch", "supervised slots A of a row; None: from the data")
+    documents: int | None = option(None, "batch", "train on so many documents at most; None: all")
     batch_rows: int = option(1, "batch", "rows B of a micro-batch")
     accumulate: int = option(1, "batch", "micro-batches of an optimizer step, on each rank")
     recompute: str = option("none", "batch", "step: remake each TTT step in the backward, for memory", ("none", "step"))
@@ -124,7 +133,7 @@ def make_parser() -> OneLineParser:
 
 
 def parse(argv=None) -> tuple[Settings, list[str] | None]:
-    """Settings from the command line, those of the run to resume as defaults; one line and exit code 2 on a bad value."""
+    """Settings from the command line, over those of a run to resume; one line and exit code 2 on a bad value."""
     parser = make_parser()
     args = parser.parse_args(argv)
     if args.resume:
@@ -145,15 +154,15 @@ def parse(argv=None) -> tuple[Settings, list[str] | None]:
     for name in ("lr", "clip"):
         if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             parser.error(f"--{name} is {getattr(args, name)}; it must be a positive number")
-    row_tokens = args.row_tokens or resolve(args).row_tokens
-    if args.anchors and args.anchors > row_tokens:
-        parser.error(f"--anchors is {args.anchors}; a row of --row-tokens {row_tokens} slots has no more")
     try:
         device = torch.device("cpu" if args.device == "auto" else args.device)
     except RuntimeError:
         parser.error(f"--device is {args.device!r}; auto, cpu, cuda or cuda:N is wanted")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error(f"--device is {args.device}, but PyTorch sees no CUDA device; use --device cpu")
+    row_tokens = args.row_tokens or resolve(args).row_tokens
+    if args.anchors and args.anchors > row_tokens:
+        parser.error(f"--anchors is {args.anchors}; a row of --row-tokens {row_tokens} slots has no more")
     return args, export
 
 
@@ -293,7 +302,8 @@ def load_documents(args: Settings, target: Target, ranks: Ranks) -> tuple[list, 
         )
     result = []
     for held_out in (False, True):
-        documents = [document(target.tokenizer, *pair) for pair in python_documents(held_out, args.seed)]
+        pairs = python_documents(held_out, args.seed)[: args.documents]
+        documents = [document(target.tokenizer, *pair) for pair in pairs]
         cut = sum(len(d.tokens) > args.row_tokens for d in documents)
         kept = [d for d in (cut_to(d, args.row_tokens) for d in documents) if anchors_of(d.loss_mask, args.ttt_steps)]
         if not kept:
@@ -302,7 +312,7 @@ def load_documents(args: Settings, target: Target, ranks: Ranks) -> tuple[list, 
         if ranks.rank == 0:
             print(
                 f"{'held out' if held_out else 'training'}: {len(kept):,} documents, {tokens:,} tokens, "
-                f"{learned / tokens:.0%} learned; {cut} cut to a row, {len(documents) - len(kept)} without a learned token"
+                f"{learned / tokens:.0%} learned; {cut} cut to a row, {len(documents) - len(kept)} without any"
             )
         result.append(kept)
     return tuple(result)
