@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from draft_deepseek import TTTLoss
+from draft_deepseek import TTTLoss, anchor_mask, block_index
 from test_drafts import make_batch, make_draft, make_rows
 
 
@@ -86,3 +86,50 @@ def test_inductor_equals_eager(variant):
     for layout in ([[20]], [[7, 6, -2, 5]]):
         rows = make_rows(draft, make_batch(layout, share=0.6), steps=3, anchors=16)
         same(run(compiled, rows), run(eager, rows))
+
+
+# --------------------------------------------------------------------------------------------- CUDA graphs (need a GPU)
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def cuda_rows(draft, batch, **options):
+    made = make_rows(
+        draft, {k: v.cuda() if k in ("features", "last_hidden") else v for k, v in batch.items()}, **options
+    )
+    assert made.block_mask is not None
+    return made
+
+
+@cuda
+@pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi"])
+def test_captured_graphs_replay_new_documents_as_eager_and_accumulate(variant):
+    """max-autotune with CUDA graphs against the eager dense fallback: four batches one by one, then summed in .grad."""
+    draft = make_draft(variant)[0].cuda()
+    eager, captured = TTTLoss(draft, steps=3), TTTLoss(copy.deepcopy(draft), steps=3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    captured.compile(fullgraph=True, dynamic=False, mode="max-autotune")
+    layouts = [[200, 50, -6]], [[256]], [[1, 100, 155]], [[-100, 156]]
+    batches = [cuda_rows(draft, make_batch(x, i, share=0.7), steps=3, anchors=256) for i, x in enumerate(layouts)]
+    for rows in batches * 2:
+        torch.compiler.cudagraph_mark_step_begin()
+        same(run(captured, rows), run(eager, rows._replace(block_mask=None)), tolerance=5e-3)
+    for loss in (eager, captured):
+        for p in loss.draft.parameters():
+            p.grad = torch.zeros_like(p)
+        for rows in batches:
+            torch.compiler.cudagraph_mark_step_begin()
+            loss(rows if loss is captured else rows._replace(block_mask=None))[0].backward()
+    for (name, p), q in zip(eager.draft.named_parameters(), captured.draft.parameters(), strict=True):
+        assert (p.grad - q.grad).abs().max() <= 5e-3 * p.grad.abs().max(), name
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+
+
+@cuda
+def test_block_masks_at_131072_tokens_take_little_memory():
+    document = torch.arange(131072, device="cuda")[None] // 5000
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    block_index(anchor_mask(torch.arange(131072, device="cuda")[None], document), 131072)
+    assert torch.cuda.max_memory_allocated() - before < 500e6

@@ -92,14 +92,14 @@ def one_thread():
 
 @pytest.fixture(scope="module", params=["deepseek", "kimi"])
 def toy(request):
-    return request.param, {steps: toy_draft(request.param, steps) for steps in (12, 120)}
+    return request.param, {steps: toy_draft(request.param, steps) for steps in (12, 160)}
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
 def test_an_overfit_draft_has_every_drafted_token_accepted(toy):
-    draft = toy[1][120]
+    draft = toy[1][160]
     tokens, accepted = speculative_greedy(draft, Toy(), torch.tensor([5, 9, 2]), 1 + 8 * 8, 7)
     assert torch.equal(tokens, Toy().greedy(torch.tensor([5, 9, 2]), 65))
     assert accepted == Accepted(64, 8)  # 7 of 7 drafted tokens and the target's own, every round
@@ -342,3 +342,10 @@ def test_export_import_export_is_identical_and_says_what_engines_read(changes):
     del published["fc.weight"]
     with pytest.raises(ValueError, match=r"missing \['model.fc.weight'\], unexpected \['model.odd'\]"):
         import_state(other, published | {"odd": torch.zeros(1)})
+
+
+def test_the_readmes_code_runs():
+    code = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names = {}
+    exec(code, names)
+    assert names["loss"].isfinite() and names["draft"].lm_head.weight.grad.abs().sum() > 0

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
@@ -35,7 +36,18 @@ from tqdm import tqdm
 
 from data import anchors_of, choose_capacity, cut_to, document, draft_vocabulary, lay_out, pack, python_documents
 from decode import Accepted, speculative_greedy, walk
-from draft_deepseek import DeepseekV3Eagle3DraftModel, RowBatch, TTTLoss, build_rows, export_config, export_state
+from draft_deepseek import (
+    BLOCK,
+    DeepseekV3Eagle3DraftModel,
+    RowBatch,
+    TTTLoss,
+    anchor_mask,
+    attend,
+    block_index,
+    build_rows,
+    export_config,
+    export_state,
+)
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from target import Target, default_aux_layers, load_target, tiny_target
 
@@ -46,7 +58,7 @@ TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "de
 # What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
 # above 3.0 for deepseek-v3 and 2.5 for kimi-k3), and with a model of your own.
 DEFAULTS = {
-    "built-in": {"steps": 200, "lr": 2e-3, "draft_vocab": 96, "row_tokens": 2048},
+    "built-in": {"steps": 160, "lr": 2e-3, "draft_vocab": 96, "row_tokens": 2048},
     "model": {"epochs": 1, "lr": 1e-4, "draft_vocab": 32_000, "row_tokens": 4096},
 }
 LEAST = dict.fromkeys(("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "epochs", "eval_rows"), 1)
@@ -353,6 +365,7 @@ class Rows:
         self.sizes = [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
         self.anchors = anchors or args.anchors or choose_capacity(documents, args.row_tokens, args.ttt_steps)
         self.lengths, self.latest = [], (-1, [])
+        self.flex = args.compile != "off" and torch.device(args.device).type == "cuda" and flex_compiles(args.device)
 
     def epoch(self, number: int) -> list[list[list[int]]]:
         """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
@@ -392,9 +405,23 @@ class Rows:
         made = build_rows(
             self.draft.draft_ids, **laid_out, head=self.target.head, steps=self.args.ttt_steps, anchors=capacity
         )
-        return (
-            made if self.args.compile != "off" else made._replace(block_mask=None)
-        )  # FlexAttention is slow uncompiled
+        return made if self.flex else made._replace(block_mask=None)
+
+
+@functools.cache
+def flex_compiles(device: str) -> bool:
+    """Whether FlexAttention compiles for this device; if not, says so, and plain attention takes its place."""
+    q = torch.randn(1, 1, BLOCK, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    slots = torch.arange(BLOCK, device=device)[None]
+    mask = anchor_mask(slots, torch.zeros_like(slots))
+    try:
+        o, lse = torch.compile(attend, fullgraph=True)(q, q, q, mask._replace(blocks=block_index(mask, BLOCK)), 0.125)
+        (o.sum() + lse.sum()).backward()
+    except Exception as error:  # whatever the compilers of some device raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        print(f"FlexAttention does not compile for {device} ({reason}); plain attention takes more time and memory")
+        return False
+    return True
 
 
 def compile_loss(loss: TTTLoss, mode: str) -> None:
