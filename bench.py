@@ -688,6 +688,30 @@ def print_table(head: tuple, rows: list[tuple]) -> None:
 SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train}
 
 
+def hopper_case(size="deepseek-v3", slots=4096, steps=STEPS, recompute="none"):
+    """The step of a real draft in bf16, all slots supervised, for a compile check under fake CUDA tensors.
+
+    Returns (function, its inputs), to be compiled with fullgraph and differentiated: no GPU is touched.
+    """
+    kind = "kimi-k3" if size == "kimi-k3" else "deepseek-v3"
+    with torch.device("cuda"):
+        draft = DRAFTS[kind](make_config(kind, size))
+        slot = torch.arange(slots)[None]
+        document, index = torch.zeros_like(slot), torch.zeros(steps, 1, slots, dtype=torch.long)
+        features = torch.zeros(1, slots, 3 * draft.config.hidden_size, dtype=torch.bfloat16)
+        teacher, counts = torch.zeros(1, slots, draft.config.draft_vocab_size), torch.ones(steps)
+    draft.freeze_embeddings()
+    loss = TTTLoss(draft, steps, recompute=recompute)
+    blocks = draft_deepseek.block_index(draft_deepseek.anchor_mask(slot, document), slots)
+    rows = draft_deepseek.RowBatch(slot, document, slot, features, slot, teacher, index, index.bool(), counts, blocks)
+
+    def step(rows):
+        with torch.autocast("cuda", torch.bfloat16):
+            return loss(rows)[0]
+
+    return step, (rows,)
+
+
 def parse(argv=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, default="train")

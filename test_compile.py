@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
+import bench
 from draft_deepseek import TTTLoss, anchor_mask, block_index
 from test_drafts import make_batch, make_draft, make_rows
 
@@ -86,6 +87,20 @@ def test_inductor_equals_eager(variant):
     for layout in ([[20]], [[7, 6, -2, 5]]):
         rows = make_rows(draft, make_batch(layout, share=0.6), steps=3, anchors=16)
         same(run(compiled, rows), run(eager, rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek-v3", "kimi-k3"])
+def test_bf16_compute_costs_little_accuracy_at_the_mid_size(kind):
+    cell = bench.Cell(draft=kind, slots=512)
+    draft = bench.make_draft(cell)
+    loss, (rows,) = TTTLoss(draft), bench.Ours(draft).prepare(bench.make_batch(cell, draft))
+    exact = run(loss, rows)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = run(loss, rows)
+    assert (rounded[0] - exact[0]).abs() <= 1e-2 * exact[0]
+    for name, gradient in exact[2].items():
+        assert torch.cosine_similarity(rounded[2][name].flatten(), gradient.flatten(), 0) > 0.999, name
 
 
 # --------------------------------------------------------------------------------------------- CUDA graphs (need a GPU)

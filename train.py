@@ -205,7 +205,7 @@ def main(argv=None) -> None:
         return export(load_draft(Path(to_export[0])), Path(to_export[1]), given.export_dtype)
     args = resolve(given)
     with join_ranks(args) as ranks:
-        run = check_run(args)
+        run = check_run(args, ranks)
         torch.manual_seed(args.seed)
         target = open_target(args, ranks)
         train_documents, held_out = load_documents(args, target, ranks)
@@ -263,11 +263,15 @@ def join_ranks(args: Settings):
         dist.destroy_process_group()
 
 
-def check_run(args: Settings) -> Path:
-    """runs/<name>; ValueError when it exists and is not to be resumed."""
+def check_run(args: Settings, ranks: Ranks) -> Path:
+    """runs/<name>, the same on all ranks; ValueError when it exists and is not to be resumed."""
     run = Path(args.runs) / (args.name or f"{args.target}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if run.exists() and not args.resume:
+    if ranks.rank == 0 and run.exists() and not args.resume:
         raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
+    if ranks.world > 1:
+        box = [run]
+        dist.broadcast_object_list(box)
+        run = box[0]
     return run
 
 
@@ -443,8 +447,8 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) ->
     parameters = [p for p in loss.parameters() if p.requires_grad]
     optimizer = make_optimizer(args, parameters)
     per_step = args.accumulate * ranks.world
-    steps = args.steps or -(-rows.count(args.epochs) // per_step)
-    done = load_checkpoint(run, loss.draft, optimizer, args.device)
+    done, consumed = load_checkpoint(run, loss.draft, optimizer, args.device)  # steps, micro-batches of all ranks
+    steps = args.steps or done + -(-(rows.count(args.epochs) - consumed) // per_step)
     if (run / "draft").exists():
         raise ValueError(f"{run} is complete, its draft is in {run / 'draft'}; start another --name")
     model = DistributedDataParallel(loss) if ranks.world > 1 else loss
@@ -461,9 +465,8 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) ->
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate(step - 1, steps, args.warmup)
-            window = [
-                rows[((step - 1) * args.accumulate + m) * ranks.world + ranks.rank] for m in range(args.accumulate)
-            ]
+            window = [rows[consumed + m * ranks.world + ranks.rank] for m in range(args.accumulate)]
+            consumed += per_step
             line = optimizer_step(args, ranks, model, window, optimizer, parameters)
             empty, bad = empty + (line["supervised"] == 0), 0 if math.isfinite(line["grad_norm"]) else bad + 1
             if bad == 10:
@@ -481,7 +484,7 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) ->
                     tqdm.write(f"warning: {empty} of {step - done} steps had nothing to learn; check the loss mask")
             stop = bool(ranks.sum(torch.tensor(float(interruption.asked), device=args.device)) > 0)
             if first and (stop or step % args.save_every == 0 or step == steps):
-                save_checkpoint(run, loss.draft, optimizer, step, args.keep)
+                save_checkpoint(run, loss.draft, optimizer, step, consumed, args.keep)
             if stop:
                 raise KeyboardInterrupt
 
@@ -560,23 +563,24 @@ class Interruption:
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, keep: int) -> None:
+def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed: int, keep: int) -> None:
     """checkpoints/step-<n>: the draft (float32) and all else that training goes on from; whole or absent."""
     final = run / "checkpoints" / f"step-{step:08d}"
     half = final.with_suffix(".part")
     shutil.rmtree(half, ignore_errors=True)
     draft.save_pretrained(half)
-    torch.save({"step": step, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}, half / "training.pt")
+    state = {"step": step, "consumed": consumed, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    torch.save(state, half / "training.pt")
     os.replace(half, final) if not final.exists() else shutil.rmtree(half)
     for old in sorted(final.parent.glob("step-????????"))[:-keep]:
         shutil.rmtree(old)
 
 
-def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> int:
-    """Load the newest checkpoint of the run, if it has one; the number of steps done."""
+def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int, int]:
+    """Load the newest checkpoint of the run, if it has one; how many steps are done and micro-batches consumed."""
     newest = max((run / "checkpoints").glob("step-????????"), default=None)
     if newest is None:
-        return 0
+        return 0, 0
     stored = load_draft(newest).state_dict()
     misfits = [k for k, x in draft.state_dict().items() if k not in stored or stored[k].shape != x.shape]
     if misfits:
@@ -585,7 +589,7 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> int:
     state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"].cpu())
-    return state["step"]
+    return state["step"], state["consumed"]
 
 
 def load_draft(directory: Path) -> nn.Module:
