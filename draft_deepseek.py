@@ -22,6 +22,7 @@ V target vocabulary, Vd draft vocabulary; in einops patterns b t a s h n r d v, 
 import json
 import math
 from dataclasses import MISSING, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -694,19 +695,23 @@ def attend_cpu_backward(
     return dq[..., :d].contiguous(), dk[..., :d].contiguous(), d_v[..., :dv].contiguous()
 
 
-def anchor_blocks(first: Tensor, last: Tensor, dtype: torch.dtype, rows: int = 128):
-    """(row slice, anchor slice, slot slice, additive mask [1,1,a,t]) of runs of used anchors, which ascend."""
+def anchor_blocks(first: Tensor, last: Tensor, dtype: torch.dtype, rows: int = 256):
+    """(row slice, anchor slice, slot slice, additive mask [1,1,a,t]) of runs of used anchors, which ascend.
+
+    A run ends with its document, so that no other document's keys are read.
+    """
     for b in range(len(first)):
         used = int((last[b] >= 0).sum())
-        for a in range(0, used, rows):
-            anchors = slice(a, min(a + rows, used))
-            low, high = first[b, anchors, None], last[b, anchors, None]
-            slots = slice(int(low[0]), int(high[-1]) + 1)
-            assert (high[1:] > high[:-1]).all(), "anchors ascend"  # else the kernel would read outside
-            slot = torch.arange(slots.start, slots.stop)
-            hidden = (slot < low) | (slot > high)
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            yield slice(b, b + 1), anchors, slots, mask[None, None]
+        low, high = first[b, :used], last[b, :used]
+        assert (high[1:] > high[:-1]).all(), "anchors ascend"  # else the kernel would read outside
+        borders = 1 + (low[1:] != low[:-1]).nonzero().flatten()
+        for begin, end in pairwise([0, *borders.tolist(), used]):
+            for a in range(begin, end, rows):
+                anchors = slice(a, min(a + rows, end))
+                slots = slice(int(low[a]), int(high[anchors.stop - 1]) + 1)
+                later = torch.arange(slots.start, slots.stop) > high[anchors, None]
+                mask = torch.zeros(later.shape, dtype=dtype).masked_fill_(later, float("-inf"))
+                yield slice(b, b + 1), anchors, slots, mask[None, None]
 
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -1021,13 +1026,14 @@ def loss_and_gradients(x, weight, teacher, index, scale, ce, kind: str, chunk: i
     """
     w = weight.to(x.dtype)
     losses, hits, dxs = [], [], []
-    dw = torch.zeros_like(weight) if with_gradients else None
+    dw, best = torch.zeros_like(weight) if with_gradients else None, teacher.argmax(-1)
     for xc, i, sc, cc in zip(x.split(chunk), index.split(chunk), scale.split(chunk), ce.split(chunk), strict=True):
         p = teacher[i]
         log_q = upcast(xc @ w.T).log_softmax(-1)
         q = log_q.exp()
-        hits.append(log_q.argmax(-1) == p.argmax(-1))
-        cross_entropy, alpha = -(p * log_q).sum(-1), torch.minimum(p, q).sum(-1)
+        hits.append(log_q.argmax(-1) == best[i])
+        cross_entropy = None if kind == "alpha" else -(p * log_q).sum(-1)
+        alpha = None if kind == "ce" else torch.minimum(p, q).sum(-1)
         if kind == "ce":
             losses.append(cross_entropy)
             d_ce, d_alpha = sc, None

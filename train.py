@@ -27,6 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+# OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
+# on the same cores. Read when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
