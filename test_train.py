@@ -71,9 +71,9 @@ def toy_draft(kind, steps):
     loss = TTTLoss(draft)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     for i in range(steps):
-        prompts = torch.randint(32, (4, 3))
-        text = torch.stack([torch.cat([p, Toy().greedy(p, 17)]) for p in prompts])
-        value, _ = loss(toy_rows(draft, text, (torch.arange(20) >= 3).expand_as(text)))
+        prompts = torch.randint(32, (2, 3))
+        text = torch.stack([torch.cat([p, Toy().greedy(p, 69)]) for p in prompts])
+        value, _ = loss(toy_rows(draft, text, (torch.arange(72) >= 3).expand_as(text)))
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * (1 - i / steps) + 1e-4
         optimizer.zero_grad()
@@ -92,14 +92,14 @@ def one_thread():
 
 @pytest.fixture(scope="module", params=["deepseek", "kimi"])
 def toy(request):
-    return request.param, {steps: toy_draft(request.param, steps) for steps in (12, 160)}
+    return request.param, {steps: toy_draft(request.param, steps) for steps in (12, 220)}
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
 def test_an_overfit_draft_has_every_drafted_token_accepted(toy):
-    draft = toy[1][160]
+    draft = toy[1][220]
     tokens, accepted = speculative_greedy(draft, Toy(), torch.tensor([5, 9, 2]), 1 + 8 * 8, 7)
     assert torch.equal(tokens, Toy().greedy(torch.tensor([5, 9, 2]), 65))
     assert accepted == Accepted(64, 8)  # 7 of 7 drafted tokens and the target's own, every round
