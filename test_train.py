@@ -61,8 +61,11 @@ def toy_rows(draft, text, loss_mask):
     return build_rows(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
 
 
-def toy_draft(kind, steps):
-    """A draft trained on the toy target's own continuations for `steps` steps."""
+PROMPT = torch.tensor([5, 9, 2])
+
+
+def toy_draft(kind, steps, overfit=False):
+    """A draft trained for `steps` steps on the toy target's continuations of random prompts, or of PROMPT alone."""
     torch.manual_seed(0)
     draft = (DeepseekV3Eagle3DraftModel if kind == "deepseek" else KimiK3Eagle3DraftModel)(
         TOY | ({"rope_theta": 10000.0} if kind == "deepseek" else K3)
@@ -71,7 +74,7 @@ def toy_draft(kind, steps):
     loss = TTTLoss(draft)
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
     for i in range(steps):
-        prompts = torch.randint(32, (2, 3))
+        prompts = PROMPT[None] if overfit else torch.randint(32, (2, 3))
         text = torch.stack([torch.cat([p, Toy().greedy(p, 69)]) for p in prompts])
         value, _ = loss(toy_rows(draft, text, (torch.arange(72) >= 3).expand_as(text)))
         for group in optimizer.param_groups:
@@ -92,22 +95,21 @@ def one_thread():
 
 @pytest.fixture(scope="module", params=["deepseek", "kimi"])
 def toy(request):
-    return request.param, {steps: toy_draft(request.param, steps) for steps in (12, 220)}
+    return {"half trained": toy_draft(request.param, 12), "overfit": toy_draft(request.param, 100, overfit=True)}
 
 
 # ------------------------------------------------------------------------------------------------------------ decoding
 
 
 def test_an_overfit_draft_has_every_drafted_token_accepted(toy):
-    draft = toy[1][220]
-    tokens, accepted = speculative_greedy(draft, Toy(), torch.tensor([5, 9, 2]), 1 + 8 * 8, 7)
-    assert torch.equal(tokens, Toy().greedy(torch.tensor([5, 9, 2]), 65))
+    tokens, accepted = speculative_greedy(toy["overfit"], Toy(), PROMPT, 1 + 8 * 8, 7)
+    assert torch.equal(tokens, Toy().greedy(PROMPT, 65))
     assert accepted == Accepted(64, 8)  # 7 of 7 drafted tokens and the target's own, every round
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_decoding_is_lossless_and_takes_the_rounds_that_the_walk_counts(toy, k):
-    draft = toy[1][12]  # half trained: some hits, some misses
+    draft = toy["half trained"]  # some hits, some misses
     total, rounds = Accepted(0, 0), Accepted(0, 0)
     for prompt in torch.randint(32, (8, 3), generator=torch.Generator().manual_seed(k)):
         want = Toy().greedy(prompt, 48)
