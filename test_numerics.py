@@ -42,6 +42,7 @@ from test_drafts import (
     make_batch,
     make_draft,
     make_rows,
+    one_thread,  # noqa: F401  the fixture serves this file too
     oracle,
     reachable,
     run_fast,
@@ -49,14 +50,6 @@ from test_drafts import (
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 DEEPSEEK_YARN = YARN | {"original_max_position_embeddings": 4096}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -------------------------------------------------------------------------------------------- RoPE (PITFALLS 3, 4, 5)
