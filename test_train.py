@@ -1,24 +1,17 @@
 """Claims about training, decoding and runs: what the loop does with batches, ranks, interruptions and bad input."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 
 import train
 from data import Document, anchors_of, best_fit, draft_vocabulary, lay_out, pack
 from decode import Accepted, speculative_greedy, walk
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state, import_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from target import tiny_target
 from test_drafts import K3, SIZES
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -169,137 +162,6 @@ def test_draft_vocabulary_counts_learned_tokens_and_keeps_special_ones():
 def test_a_row_without_documents_is_padding():
     out = lay_out([[]], 8, 4, 3, torch.float32, "cpu")
     assert (out["document"] == -1).all() and not out["loss_mask"].any() and out["features"].shape == (1, 8, 12)
-
-
-# ---------------------------------------------------------------------------------------------------------------- runs
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder of runs whose built-in targets were hardly trained."""
-    folder = tmp_path_factory.mktemp("runs")
-    for preset in ("deepseek-v3", "kimi-k3"):
-        path = tiny_target(preset, folder / f"tiny-{preset}", progress=False, steps=2)
-        recipe = json.loads((path / "tiny_target.json").read_text())
-        recipe["steps"] = __import__("target").TINY_STEPS[preset]
-        (path / "tiny_target.json").write_text(json.dumps(recipe))
-    return folder
-
-
-SHORT = ["--row-tokens", "512", "--eval-rows", "1", "--decode-prompts", "1", "--decode-tokens", "9"]
-SHORT += ["--save-every", "3", "--device", "cpu", "--documents", "100"]
-
-
-def command(runs, name, *flags):
-    return ["--runs", str(runs), "--name", name, *SHORT, *map(str, flags)]
-
-
-def start(runs, name, *flags, launcher=(sys.executable,)):
-    """The same as a process of its own."""
-    return subprocess.Popen(
-        [*launcher, "train.py", *command(runs, name, *flags)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process, code=0):
-    output = process.communicate(timeout=280)[0]
-    assert process.returncode == code, output[-3000:]
-    return output
-
-
-def weights(runs, name, step):
-    return load_file(runs / name / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
-
-
-def log(runs, name):
-    return [json.loads(line) for line in (runs / name / "log.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("preset", ["deepseek-v3", "kimi-k3"])
-def test_a_run_trains_evaluates_and_exports(runs, preset, capsys):
-    train.main(command(runs, f"run-{preset}", "--target", preset, "--steps", 4, "--export-dtype", "float32"))
-    output = capsys.readouterr().out
-    assert "simulated" in output and "1 of 1 identical" in output
-    run = runs / f"run-{preset}"
-    assert [line["step"] for line in log(runs, run.name)] == [1, 2, 3, 4]
-    state, trained = load_file(run / "draft" / "model.safetensors"), weights(runs, run.name, 4)
-    target = load_file(runs / f"tiny-{preset}" / "model.safetensors")
-    embedding = next(x for name, x in target.items() if name.endswith("embed_tokens.weight"))
-    assert torch.equal(state["embed_tokens.weight"], embedding)  # engines share it: never trained
-    assert torch.equal(state["layers.0.mlp.up_proj.weight"], trained["model.layers.0.mlp.up_proj.weight"])
-    norms = torch.cat([x for name, x in state.items() if x.ndim == 1 and x.is_floating_point()])
-    assert (norms == 1).float().mean() < 0.01  # float32 masters: norms move
-    with pytest.raises(ValueError, match="is complete"):
-        train.main(command(runs, run.name, "--resume"))
-
-
-def test_interrupted_and_resumed_equals_undisturbed_bit_for_bit(runs):
-    flags = ["--steps", 8, "--accumulate", 2]
-    cut = start(runs, "cut", *flags)
-    deadline = time.monotonic() + 200
-    while not (runs / "cut/checkpoints").exists() and time.monotonic() < deadline and cut.poll() is None:
-        time.sleep(0.05)
-    cut.send_signal(signal.SIGTERM)
-    assert "interrupted" in finish(cut, 130)
-    assert len(log(runs, "cut")) < 8
-    train.main(command(runs, "cut", "--resume"))
-    train.main(command(runs, "whole", *flags))
-    for name, x in weights(runs, "whole", 8).items():
-        assert torch.equal(weights(runs, "cut", 8)[name], x), name
-    assert [line["step"] for line in log(runs, "cut")] == list(range(1, 9))
-    assert [line["loss"] for line in log(runs, "cut")] == [line["loss"] for line in log(runs, "whole")]
-
-
-def test_two_ranks_equal_one_process(runs):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517")
-    ranks = start(runs, "ranks-2", "--steps", 5, "--accumulate", 1, launcher=torchrun)
-    train.main(command(runs, "ranks-1", "--steps", 5, "--accumulate", 2))
-    finish(ranks)
-    for a, b in zip(log(runs, "ranks-1"), log(runs, "ranks-2"), strict=True):
-        assert a["supervised"] == b["supervised"] and abs(a["loss"] - b["loss"]) < 1e-5 * a["loss"], (a, b)
-        assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-4 * a["grad_norm"]
-    one, two = weights(runs, "ranks-1", 5), weights(runs, "ranks-2", 5)
-    for name, x in one.items():
-        assert (two[name].double() - x.double()).abs().max() <= 1e-4 * x.double().abs().max(), name
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--target", "gpt-5"], "gpt-5"),
-        (["--row-tokens", "0"], "--row-tokens is 0"),
-        (["--steps", "x"], "--steps"),
-        (["--draft-vocab", "100000"], "--draft-vocab is 100000; it must be an integer in 1..262"),
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--aux-layers", "1,2"], "three"),
-        (["--aux-layers", "a,b,c"], "a,b,c"),
-        (["--device", "banana"], "banana"),
-        (["--lr", "nan"], "--lr is nan"),
-        (["--anchors", "4096"], "--anchors is 4096"),
-        (["--resume"], "--name"),
-        (["--export", "nothing", "out"], "nothing"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(runs, flags, said, capsys):
-    before = sorted(runs.rglob("*"))
-    with pytest.raises((SystemExit, ValueError)) as stopped:
-        train.main(["--runs", str(runs), *flags])
-    message = capsys.readouterr().err if isinstance(stopped.value, SystemExit) else str(stopped.value)
-    assert said in message and message.strip().count("\n") == 0
-    assert not isinstance(stopped.value, SystemExit) or stopped.value.code == 2
-    assert sorted(runs.rglob("*")) == before
-
-
-def test_an_existing_run_is_not_overwritten(runs):
-    (runs / "taken").mkdir()
-    with pytest.raises(ValueError, match="exists already"):
-        train.main(["--runs", str(runs), "--name", "taken"])
-    assert not list((runs / "taken").iterdir())
 
 
 def test_nothing_supervised_moves_nothing():

@@ -6,7 +6,8 @@
     torchrun --nproc-per-node 8 train.py --target kimi-k3     # one process per GPU
     python train.py --export runs/NAME/checkpoints/step-00000300 OUT
 
-`main` is the table of contents. Exit codes: 0 done, 2 a value that cannot be used, 130 interrupted (resumable).
+`main` is the table of contents. Exit codes: 0 done, 1 the disk failed and 130 interrupted (both resumable), 2 a value
+that cannot be used.
 """
 
 import argparse
@@ -37,6 +38,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from data import anchors_of, choose_capacity, cut_to, document, draft_vocabulary, lay_out, pack, python_documents
 from decode import Accepted, speculative_greedy, walk
@@ -208,8 +210,9 @@ def main(argv=None) -> None:
     if to_export:
         return export(load_draft(Path(to_export[0])), Path(to_export[1]), given.export_dtype)
     args = resolve(given)
-    with join_ranks(args) as ranks:
-        run = check_run(args, ranks)
+    transformers_logging.disable_progress_bar()  # one for every file that is read or written
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # unwinds, whatever is being done
+    with join_ranks(args) as ranks, open_run(given, ranks) as run:
         torch.manual_seed(args.seed)
         target = open_target(args, ranks)
         train_documents, held_out = load_documents(args, target, ranks)
@@ -217,13 +220,12 @@ def main(argv=None) -> None:
         rows = Rows(args, target, draft, train_documents)
         loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
         compile_loss(loss, args.compile)
-        with open_run(run, given, ranks):
-            train(args, ranks, run, loss, rows)
-            result = evaluate(args, ranks, loss, Rows(args, target, draft, held_out, rows.anchors))
-            if ranks.rank == 0:
-                result |= decode_for_real(args, target, draft, held_out)
-                export(draft, run / "draft", args.export_dtype)
-                report(args, run, result)
+        train(args, ranks, run, loss, rows)
+        result = evaluate(args, ranks, loss, Rows(args, target, draft, held_out, rows.anchors))
+        if ranks.rank == 0:
+            result |= decode_for_real(args, target, draft, held_out)
+            export(draft, run / "draft", args.export_dtype)
+            report(args, run, result)
 
 
 class Ranks(NamedTuple):
@@ -236,6 +238,14 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(x)
         return x
+
+    def gather(self, items: list) -> list:
+        """The items of all ranks, in their order."""
+        if self.world == 1:
+            return items
+        found = [None] * self.world
+        dist.all_gather_object(found, items)
+        return [item for part in found for item in part]
 
     def first_alone(self):
         """Rank 0 goes through the block first, the others after it."""
@@ -267,33 +277,42 @@ def join_ranks(args: Settings):
         dist.destroy_process_group()
 
 
-def check_run(args: Settings, ranks: Ranks) -> Path:
-    """runs/<name>, the same on all ranks; ValueError when it exists and is not to be resumed."""
-    run = Path(args.runs) / (args.name or f"{args.target}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if ranks.rank == 0 and run.exists() and not args.resume:
-        raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
-    if ranks.world > 1:
-        box = [run]
-        dist.broadcast_object_list(box)
-        run = box[0]
-    return run
-
-
 @contextlib.contextmanager
-def open_run(run: Path, given: Settings, ranks: Ranks):
-    """Makes the run's directory with its settings and versions, and holds it: two runs in one are refused."""
+def open_run(given: Settings, ranks: Ranks):
+    """runs/<name> with its settings and versions, the same on all ranks, held by this job alone.
+
+    It is made before anything slow begins, so that a run stopped at any moment resumes with its settings. ValueError:
+    it exists and is not to be resumed, is complete, or another process trains in it. A new run that ends in a
+    ValueError before its first step leaves nothing.
+    """
+    box = [Path(given.runs) / (given.name or f"{given.target}-{time.strftime('%Y%m%d-%H%M%S')}")]
+    if ranks.world > 1:
+        dist.broadcast_object_list(box)  # clocks differ
+    (run,) = box
     if ranks.rank > 0:
-        yield
+        yield run
         return
+    is_new = not run.exists()
+    if not is_new and not given.resume:
+        raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
+    if (run / "draft").exists():
+        raise ValueError(f"{run} is complete, its draft is in {run / 'draft'}; start another --name")
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another process trains in {run}; choose another --name or stop that one") from None
-        settings = dataclasses.asdict(given) | {"torch": torch.__version__}
-        (run / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
-        yield
+        settings = json.dumps(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
+        half = run / "settings.json.part"
+        half.write_text(settings + "\n")
+        os.replace(half, run / "settings.json")
+        try:
+            yield run
+        except ValueError:
+            if is_new and not (run / "log.jsonl").exists():
+                shutil.rmtree(run)
+            raise
 
 
 def open_target(args: Settings, ranks: Ranks) -> Target:
@@ -323,7 +342,7 @@ def load_documents(args: Settings, target: Target, ranks: Ranks) -> tuple[list, 
     result = []
     for held_out in (False, True):
         pairs = python_documents(held_out, args.seed)[: args.documents]
-        documents = [document(target.tokenizer, *pair) for pair in pairs]
+        documents = [document(target.tokenizer, *pair, f"corpus:{i}") for i, pair in enumerate(pairs)]
         cut = sum(len(d.tokens) > args.row_tokens for d in documents)
         kept = [d for d in (cut_to(d, args.row_tokens) for d in documents) if anchors_of(d.loss_mask, args.ttt_steps)]
         if not kept:
@@ -394,14 +413,20 @@ class Rows:
             self.lengths.append(len(self.epoch(len(self.lengths))))
         return sum(self.lengths[:epochs])
 
-    def __getitem__(self, i: int) -> RowBatch:
-        """Micro-batch i; past the last of `epochs` epochs rows of padding."""
+    def batch(self, i: int) -> list[list[int]]:
+        """The documents of each row of micro-batch i; none past the last of `epochs` epochs."""
         epoch = 0
         while self.count(epoch + 1) <= i:
             epoch += 1
             if self.args.steps is None and epoch == self.args.epochs:
-                return self.make([])
-        return self.make(self.epoch(epoch)[i - self.count(epoch)])
+                return []
+        return self.epoch(epoch)[i - self.count(epoch)]
+
+    def __getitem__(self, i: int) -> RowBatch:
+        return self.make(self.batch(i))
+
+    def names(self, i: int) -> list[str]:
+        return [self.documents[d].source for row in self.batch(i) for d in row]
 
     def make(self, batch: list[list[int]]) -> RowBatch:
         captured = iter(self.target.capture([self.documents[i].tokens for row in batch for i in row]))
@@ -446,6 +471,9 @@ def autocast(args: Settings):
 # ------------------------------------------------------------------------------------------------------------- training
 
 
+BAD_STEPS = 10  # so many in a row are skipped before a run gives up
+
+
 def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) -> None:
     """All optimizer steps that are left. SIGINT and SIGTERM end it after a checkpoint, by KeyboardInterrupt."""
     parameters = [p for p in loss.parameters() if p.requires_grad]
@@ -453,8 +481,6 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) ->
     per_step = args.accumulate * ranks.world
     done, consumed = load_checkpoint(run, loss.draft, optimizer, args.device)  # steps, micro-batches of all ranks
     steps = args.steps or done + -(-(rows.count(args.epochs) - consumed) // per_step)
-    if (run / "draft").exists():
-        raise ValueError(f"{run} is complete, its draft is in {run / 'draft'}; start another --name")
     model = DistributedDataParallel(loss) if ranks.world > 1 else loss
     first = ranks.rank == 0
     if first:
@@ -469,14 +495,13 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) ->
         for step in bar:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate(step - 1, steps, args.warmup)
-            window = [rows[consumed + m * ranks.world + ranks.rank] for m in range(args.accumulate)]
+            ours = [consumed + m * ranks.world + ranks.rank for m in range(args.accumulate)]
             consumed += per_step
-            line = optimizer_step(args, ranks, model, window, optimizer, parameters)
-            empty, bad = empty + (line["supervised"] == 0), 0 if math.isfinite(line["grad_norm"]) else bad + 1
-            if bad == 10:
-                raise ValueError(
-                    f"the loss was not finite for 10 steps in a row, up to step {step}; see {run / 'log.jsonl'}"
-                )
+            line = optimizer_step(args, ranks, model, [rows[i] for i in ours], optimizer, parameters)
+            empty += line["supervised"] == 0
+            bad = 0 if math.isfinite(line["grad_norm"]) else bad + 1
+            if bad:
+                line["skipped"] = ranks.gather([name for i in ours for name in rows.names(i)])
             now = time.perf_counter()
             line |= {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": line["supervised"] / (now - start)}
             start = now
@@ -486,6 +511,11 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) ->
                 bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
                 if step in (50, steps) and 2 * empty > step - done:
                     tqdm.write(f"warning: {empty} of {step - done} steps had nothing to learn; check the loss mask")
+            if bad == BAD_STEPS:
+                raise ValueError(
+                    f"loss or gradient was not finite for {bad} steps in a row, up to step {step}, whose data was "
+                    f"{', '.join(line['skipped'][:8])}; {run / 'log.jsonl'} names that of all of them"
+                )
             stop = bool(ranks.sum(torch.tensor(float(interruption.asked), device=args.device)) > 0)
             if first and (stop or step % args.save_every == 0 or step == steps):
                 save_checkpoint(run, loss.draft, optimizer, step, consumed, args.keep)
@@ -568,13 +598,24 @@ class Interruption:
 
 
 def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed: int, keep: int) -> None:
-    """checkpoints/step-<n>: the draft (float32) and all else that training goes on from; whole or absent."""
+    """checkpoints/step-<n>: the draft (float32) and all else that training goes on from; whole or absent.
+
+    OSError: it cannot be written. What was saved before stays.
+    """
     final = run / "checkpoints" / f"step-{step:08d}"
     half = final.with_suffix(".part")
-    shutil.rmtree(half, ignore_errors=True)
-    draft.save_pretrained(half)
+    for stale in final.parent.glob("*.part"):
+        shutil.rmtree(stale)
     state = {"step": step, "consumed": consumed, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-    torch.save(state, half / "training.pt")
+    try:
+        draft.save_pretrained(half)
+        torch.save(state, half / "training.pt")
+    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError, by who met it
+        shutil.rmtree(half, ignore_errors=True)
+        reason = " ".join(str(error).split())[:200]
+        raise OSError(
+            f"the checkpoint of step {step} cannot be written ({reason}); --resume goes on from the last"
+        ) from error
     os.replace(half, final) if not final.exists() else shutil.rmtree(half)
     for old in sorted(final.parent.glob("step-????????"))[:-keep]:
         shutil.rmtree(old)
@@ -676,12 +717,21 @@ def report(args: Settings, run: Path, result: dict) -> None:
     print(f"log: {run / 'log.jsonl'}; next: serve {run / 'draft'} beside its target, or train on with another --name")
 
 
-if __name__ == "__main__":
+def cli(argv=None) -> int:
+    """main with its failures as one line and an exit code."""
     try:
-        main()
+        main(argv)
     except ValueError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        return 2
+    except OSError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("\ninterrupted; --resume with the run's --name goes on", file=sys.stderr)
-        sys.exit(130)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli())
