@@ -47,8 +47,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import draft_deepseek
-from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, valid_slots
-from draft_kimi_k3 import KimiK3Eagle3Config, KimiK3Eagle3DraftModel
+from costs import FORMS, model_flops, saved, step_memory, workload
+from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows
+from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from train import compile_loss
 
 STEPS, STEP_DECAY = 7, 0.8
@@ -299,7 +300,8 @@ def measure(cell: Cell) -> dict:
             one_step(cell, draft, batch, one)
         return {"peak_bytes": peak.growth}
     check(cell, draft, batch, impls)
-    times, peaks, rate, work = {name: [] for name in impls}, {}, matrix_rate(cell), workload(batch)
+    times, peaks, rate = {name: [] for name in impls}, {}, matrix_rate(cell)
+    work = workload(batch.document, batch.loss_mask, batch.position, STEPS)
     for _, (name, implementation) in itertools.product(range(cell.rounds), impls.items()):
         with contextlib.suppress(torch.OutOfMemoryError):
             peak = PeakMemory(cell.device) if cell.device == "cuda" else contextlib.nullcontext()
@@ -428,119 +430,7 @@ class Stopwatch:
         return timed
 
 
-# -------------------------------------------------------------------------------------------------------------- FLOPs
-
-
-def workload(batch: Batch) -> dict[str, int]:
-    """What the mathematics needs of a batch: slots, pairs of anchor and step up to the anchor's last valid step, the
-    step-0 and own keys they read, supervised pairs, taught tokens."""
-    valid = valid_slots(batch.document, batch.loss_mask, STEPS)
-    pairs = valid.flip(0).cummax(0).values.flip(0)
-    own = torch.arange(STEPS, device=valid.device)[:, None, None]
-    keys = (pairs * (batch.position + 1)).sum(), (pairs * own).sum()
-    counts = (batch.document >= 0).sum(), pairs.sum(), pairs[1:].sum(), *keys, valid.sum(), valid[0].sum()
-    names = ("slots", "pairs", "later_pairs", "keys_read", "own_keys_read", "supervised", "taught")
-    return dict(zip(names, map(int, counts), strict=True))
-
-
-def model_flops(cfg, slots, pairs, later_pairs, keys_read, own_keys_read, supervised, taught) -> dict[str, int]:
-    """Multiplications and additions, forward and backward: a matrix product costs 2 per weight and row, and twice that
-    again in the backward (target head and features need no gradient). The token half of the input projections counts
-    once per slot, a later step's keys and values as up-projected; norms, softmax and anything recomputed not at all."""
-    h, n, r, h_target = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.target_hidden_size
-    gate = n * cfg.v_head_dim if isinstance(cfg, KimiK3Eagle3Config) and cfg.mla_use_output_gate else 0
-    query_in, latent_in = h * (cfg.q_lora_rank or n * cfg.qk_head_dim), h * (r + cfg.qk_rope_head_dim)
-    query_up = (cfg.q_lora_rank or 0) * n * cfg.qk_head_dim
-    latent_up = r * n * (cfg.qk_nope_head_dim + cfg.v_head_dim)
-    step = query_in + h * gate + query_up + n * cfg.v_head_dim * h + 3 * h * cfg.intermediate_size
-    all_slots = 3 * (query_in + h * gate + 2 * latent_in + latent_up) + 2 * cfg.num_aux_hidden_states * h_target * h
-    return {
-        "all slots": 2 * slots * all_slots,
-        "steps": 6 * (pairs * step + later_pairs * (latent_in + latent_up)),
-        "attention": 6 * n * (cfg.qk_head_dim + cfg.v_head_dim) * (keys_read + own_keys_read),
-        "loss": 6 * supervised * h * cfg.draft_vocab_size,
-        "teacher": 2 * taught * h_target * cfg.vocab_size,
-    }
-
-
-# ------------------------------------------------------------------------------------------------- bytes, by formula
-
-
-class Saved(NamedTuple):
-    """Bytes that eager autograd keeps for the backward, per slot, per anchor and per pair of slots (T x T), besides
-    parameters and batch; `remade` per anchor: what the backward makes again, one step at a time."""
-
-    slot: int
-    anchor: int = 0
-    pair: int = 0
-    remade: int = 0
-
-
-def saved_pieces(cfg, c: int) -> dict[str, int]:
-    """What one step of one slot keeps in the pieces that both forms have; c bytes per number of the compute dtype.
-
-    A norm keeps its input and its normed input in float32, a product its input, a pointwise function what its
-    derivative reads.
-    """
-    h, n, r, dr, dv = cfg.hidden_size, cfg.num_attention_heads, cfg.kv_lora_rank, cfg.qk_rope_head_dim, cfg.v_head_dim
-    k3, q_lora, i = isinstance(cfg, KimiK3Eagle3Config), cfg.q_lora_rank, cfg.intermediate_size
-    cos_sin = 0 if k3 else 4 * dr
-    return {
-        "norm": 4 * (2 * h + 1) + c * h,
-        "query": (4 * (2 * q_lora + 1) + c * q_lora if q_lora else 0) + c * n * cfg.qk_head_dim + cos_sin,
-        "latent": 4 * (2 * r + 1) + (4 * dr if c == 4 else 0) + cos_sin,  # c 4: a view of the whole projection is kept
-        "keys": c * (r + dr + n * (cfg.qk_head_dim + cfg.qk_nope_head_dim + dv)),
-        "values": c * n * dv,
-        "gate": c * n * dv if k3 and cfg.mla_use_output_gate else 0,
-        "mlp": (24 + c) * i if k3 else 4 * c * i,  # SiTU computes in float32
-    }
-
-
-def saved_by_ours(cfg, c: int, recompute: str = "none") -> Saved:
-    h, n, keep = cfg.hidden_size, cfg.num_attention_heads, saved_pieces(cfg, c)
-    latent, query_in = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.q_lora_rank or n * cfg.qk_head_dim
-    features_and_embedding = keep["norm"] + (4 + c) * h + (c * h if c < 4 else 0)
-    token_half = c * (query_in + latent) + keep["gate"]
-    slot = features_and_embedding + token_half + keep["latent"] + keep["keys"]
-    step = 2 * keep["norm"] + keep["query"] + 2 * keep["values"] + 4 * n + keep["gate"] + keep["mlp"] + 8
-    cache = (STEPS - 1) * c * latent  # each later step keeps the cache as it was
-    diagonal = keep["latent"] + keep["values"] + keep["gate"] + (4 + c % 4) * n + cache
-    states = STEPS * (4 * (2 * h + 1) + c * h) + 24
-    if recompute == "step":
-        return Saved(slot, states + STEPS * c * h + (STEPS - 1) * cache, remade=step + diagonal)
-    return Saved(slot, states + STEPS * step + (STEPS - 1) * diagonal)
-
-
-def saved_by_baseline(cfg, c: int) -> Saved:
-    h, keep, vocab = cfg.hidden_size, saved_pieces(cfg, c), cfg.draft_vocab_size
-    shared = 4 * h if c == 4 else 0  # in float32 the final norm and the next step keep one and the same state
-    step = 3 * keep["norm"] - shared + (4 + c) * h + keep["query"] + keep["latent"] + keep["keys"] + keep["values"]
-    step += 2 * keep["gate"] + keep["mlp"] + 2 * 4 * vocab + 1  # log-probabilities and this step's copy of p
-    probability = (4 + c % 4) * cfg.num_attention_heads
-    columns = STEPS * (STEPS - 1) // 2
-    return Saved(STEPS * step + shared + columns * probability, pair=STEPS * probability)
-
-
-FORMS = ("ours", "step", "dense")  # ours, ours with --recompute step, the baseline
-
-
-def saved(cfg, c: int, form: str) -> Saved:
-    return saved_by_baseline(cfg, c) if form == "dense" else saved_by_ours(cfg, c, "step" if form == "step" else "none")
-
-
-def step_memory(cfg, trained: int, frozen: int, slots: int, share: float, c: int, form: str) -> dict[str, int]:
-    """Bytes of a training step at its peak. The dense form is counted without its target logits and temporaries."""
-    anchors, vocab, keep = round(share * slots), cfg.draft_vocab_size, saved(cfg, c, form)
-    rows = max(-(-STEPS * anchors // 16), min(512, STEPS * anchors))  # of logits, probabilities and their gradients
-    loss = 0 if form == "dense" else rows * vocab * (20 + c % 4) + 4 * vocab * cfg.hidden_size
-    return {
-        "weights": 4 * (trained + frozen) + (c % 4) * trained,
-        "gradients and AdamW": 12 * trained,
-        "batch": slots * (cfg.num_aux_hidden_states + 1) * cfg.target_hidden_size * c,
-        "saved": slots * keep.slot + anchors * keep.anchor + slots**2 * keep.pair,
-        "teacher": 4 * vocab * (slots if form == "dense" else anchors),
-        "temporary": max(loss, anchors * keep.remade),
-    }
+# ---------------------------------------------------------------------------------------------------- the shapes suite
 
 
 def suite_shapes(args) -> dict:
@@ -557,14 +447,17 @@ def suite_shapes(args) -> dict:
         row = {"draft": size, "draft_vocab_size": cfg.draft_vocab_size, "parameters": trained + frozen}
         row |= {"trained": trained, "flops_per_token": {key: x / t for key, x in model_flops(cfg, **work).items()}}
         row["cache_bytes"] = [2 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim), 2 * n * (cfg.qk_head_dim + cfg.v_head_dim)]
-        row["saved_bytes"] = {form: saved(cfg, 2, form)._asdict() for form in FORMS}
+        row["saved_bytes"] = {form: saved(cfg, 2, STEPS, form)._asdict() for form in FORMS}
         row["memory"] = {
-            f"T {slots} {share:.0%}": {form: step_memory(cfg, trained, frozen, slots, share, 2, form) for form in FORMS}
+            f"T {slots} {share:.0%}": {
+                form: step_memory(cfg, trained, frozen, slots, share, 2, form, STEPS) for form in FORMS
+            }
             for slots, share in places
         }
         rows.append(row)
     print_shapes(rows)
-    return {"suite": "shapes", "steps": STEPS, "drafts": rows}
+    drafts = [{key: x for key, x in row.items() if key not in ("memory", "saved_bytes")} for row in rows]
+    return {"suite": "shapes", "steps": STEPS, "drafts": drafts, "cells": rows}
 
 
 def print_shapes(rows: list[dict]) -> None:

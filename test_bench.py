@@ -11,7 +11,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
-from bench import Baseline, Cell, Ours, make_batch, make_config, model_flops, saved_by_baseline, saved_by_ours
+from bench import Baseline, Cell, Ours, make_batch, make_config
+from costs import model_flops, saved_by_baseline, saved_by_ours, workload
 from draft_deepseek import build_rows, valid_slots
 
 TINY = Cell(size="tiny", slots=96, share=0.5)
@@ -89,11 +90,11 @@ def saved_at(name: str, c: int, slots: int, anchors: int | None = None, recomput
 def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
     cfg = make_config(name, "tiny")
     base = saved_at(name, c, 128, 80)
-    ours = saved_by_ours(cfg, c)
+    ours = saved_by_ours(cfg, c, bench.STEPS)
     assert saved_at(name, c, 128, 110) - base == 30 * ours.anchor
     assert saved_at(name, c, 192, 80) - base == 64 * ours.slot
     first, second, third = (saved_at(name, c, slots) for slots in (64, 128, 192))
-    dense = saved_by_baseline(cfg, c)
+    dense = saved_by_baseline(cfg, c, bench.STEPS)
     assert third - 2 * second + first == 2 * 64**2 * dense.pair
     assert second - first == 64 * dense.slot + (128**2 - 64**2) * dense.pair
 
@@ -102,12 +103,12 @@ def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
 def test_saved_bytes_with_recompute_step(name):
     """The checkpoint also holds the token half [T,..] and the mask's two bounds [A], in lists that no hook sees."""
     cfg = make_config(name, "tiny")
-    base, ours = saved_at(name, 4, 128, 80, "step"), saved_by_ours(cfg, 4, "step")
+    base, ours = saved_at(name, 4, 128, 80, "step"), saved_by_ours(cfg, 4, bench.STEPS, "step")
     gate = cfg.num_attention_heads * cfg.v_head_dim if name == "kimi-k3" else 0
     token_half = 4 * (cfg.q_lora_rank + cfg.kv_lora_rank + cfg.qk_rope_head_dim + gate)
     assert saved_at(name, 4, 192, 80, "step") - base == 64 * (ours.slot - token_half)
     assert 0 <= 30 * ours.anchor - (saved_at(name, 4, 128, 110, "step") - base) <= 30 * 2 * 8
-    assert ours.anchor + ours.remade < saved_by_ours(cfg, 4).anchor / 2
+    assert ours.anchor + ours.remade < saved_by_ours(cfg, 4, bench.STEPS).anchor / 2
 
 
 @pytest.mark.parametrize("name", bench.DRAFTS)
@@ -131,7 +132,7 @@ def test_workload_counts_every_pair_by_hand():
     document = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
     position = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
     batch = bench.Batch(document, document, position, None, torch.ones_like(document), None, None)
-    got = bench.workload(batch)
+    got = workload(batch.document, batch.loss_mask, batch.position, bench.STEPS)
     steps = {0: 3, 1: 2, 2: 1}, {0: 2, 1: 1}  # slot: steps
     pairs = [(t, s) for of in steps for t, n in of.items() for s in range(n)]
     assert got == {
