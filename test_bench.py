@@ -186,12 +186,13 @@ def test_the_last_line_of_the_train_suite_is_json(tmp_path):
     ].keys()
 
 
-def test_the_shapes_suite_ends_in_json(capsys):
-    bench.main(["--suite", "shapes"])
+def test_the_shapes_suite_ends_in_json(capsys, tmp_path):
+    bench.main(["--suite", "shapes", "--out", str(tmp_path / "out")])
     drafts = json.loads(capsys.readouterr().out.splitlines()[-1])["drafts"]
     v3 = drafts[0]
     assert v3["cache_bytes"] == [2 * 576, 2 * 40960]  # DESIGN.md's 576 and 40,960 numbers
     assert {row["draft"] for row in drafts} == {"deepseek-v3", "kimi-k2.5", "kimi-k3"}
+    v3 = json.loads((tmp_path / "out").read_text())["cells"][0]
     assert v3["memory"]["T 4096 100%"]["ours"].keys() == v3["memory"]["T 131072 25%"]["dense"].keys()
 
 

@@ -211,7 +211,7 @@ def main(argv=None) -> None:
         return export(load_draft(Path(to_export[0])), Path(to_export[1]), given.export_dtype)
     args = resolve(given)
     transformers_logging.disable_progress_bar()  # one for every file that is read or written
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # unwinds, whatever is being done
+    signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
     with join_ranks(args) as ranks, open_run(given, ranks) as run:
         torch.manual_seed(args.seed)
         target = open_target(args, ranks)
@@ -226,6 +226,10 @@ def main(argv=None) -> None:
             result |= decode_for_real(args, target, draft, held_out)
             export(draft, run / "draft", args.export_dtype)
             report(args, run, result)
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
 
 
 class Ranks(NamedTuple):
