@@ -83,26 +83,19 @@ def read_conversations(
     pieces = [piece for path in find_files(paths) for piece in cut_file(path)]
     if cache is not None:
         Path(cache).mkdir(parents=True, exist_ok=True)
-    report, parts, line = Report(), [], 0
-    bar = tqdm(
-        total=sum(p.end - p.begin for p in pieces),
-        unit="B",
-        unit_scale=True,
-        desc="conversations",
-        disable=not progress,
-    )
-    with bar:
+    report, parts, line, size = Report(), [], 0, sum(piece.end - piece.begin for piece in pieces)
+    with tqdm(total=size, desc="conversations", unit="B", unit_scale=True, disable=not progress) as bar:
         for piece, made in zip(pieces, convert_all(pieces, tokenizer, reasoning, workers, cache), strict=True):
             line = 0 if piece.begin == 0 else line
             parts.append(fit_rows(made, piece.path, line, row_tokens, report))
             line += made.lines
             bar.update(piece.end - piece.begin)
+    if not report.used:
+        reasons = "; ".join(f"{n:,} x {reason}" for reason, n in report.skipped.most_common(8)) or "the files are empty"
+        raise ValueError(f"none of {report.read:,} conversations in {', '.join(map(str, paths))} is usable: {reasons}")
     documents = Documents.concatenate(parts)
     report.documents, report.tokens = len(documents), len(documents.tokens)
     report.supervised = int(documents.loss_mask.sum())
-    if not len(documents):
-        reasons = "; ".join(f"{n:,} x {reason}" for reason, n in report.skipped.most_common(8)) or "the files are empty"
-        raise ValueError(f"none of {report.read:,} conversations in {', '.join(map(str, paths))} is usable: {reasons}")
     return documents, report
 
 
@@ -142,7 +135,6 @@ class Documents(Sequence):
 
     @classmethod
     def concatenate(cls, parts: list["Fitted"]) -> "Documents":
-        parts = parts or [Fitted(np.empty(0, np.int32), np.empty(0, bool), [], [])]
         lengths = np.concatenate([np.asarray(part.lengths, np.int64) for part in parts])
         tokens, loss_mask = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
         sources = [source for part in parts for source in part.sources]
@@ -165,9 +157,9 @@ class Documents(Sequence):
 def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents, Documents]:
     """(training, held out): about `share` of the conversations is held out, each side shuffled by `seed`.
 
-    The side is decided by a hash of the conversation's first tokens alone, so it is the same on every machine and for
-    every seed, stays when data are added, and identical conversations never part, nor do the documents of one. Neither
-    side is empty. ValueError: a share outside 0..1, fewer than two different conversations.
+    A hash of the tokens of a conversation's first document alone decides the side. So it is the same on every machine
+    and for every seed and stays when data are added, and identical conversations never part, nor do the documents of
+    one. Neither side is empty. ValueError: a share outside 0..1, fewer than two different conversations.
     """
     if not 0 < share < 1:
         raise ValueError(f"the held-out share is {share}; it must lie between 0 and 1")
@@ -213,7 +205,11 @@ class Piece(NamedTuple):
 def find_files(paths: list[Path]) -> list[Path]:
     files = []
     for path in map(Path, paths):
-        found = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES))
+        found = (
+            [path]
+            if path.is_file()
+            else sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
+        )
         if not found:
             what = f"holds no {', '.join(SUFFIXES)} file" if path.is_dir() else "does not exist"
             raise ValueError(f"{path} {what}; conversations are read from such files and from folders of them")
@@ -289,14 +285,13 @@ def convert_all(pieces: list[Piece], tokenizer, reasoning: str, workers: int | N
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if workers is None:  # alone, a fast tokenizer uses two cores by itself
         workers = cpus if cpus > 2 and sum(p.end - p.begin for p in pieces) >= POOL_FROM else 1
-    workers = min(workers, len(pieces))
-    if workers <= 1:
+    if min(workers, len(pieces)) <= 1:
         converter = Converter(tokenizer, reasoning)
         yield from (cached(converter, piece, cache, key) for piece in pieces)
         return
     state = pickle.dumps((tokenizer, reasoning, cache, key))
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(workers, spawn, start_worker, (state,)) as pool:
+    with ProcessPoolExecutor(min(workers, len(pieces)), spawn, start_worker, (state,)) as pool:
         yield from pool.map(work, pieces)
 
 
@@ -520,7 +515,7 @@ class Converter:
         except UnicodeEncodeError:
             raise Skip("text that is not Unicode") from None
         except Exception as error:  # templates raise whatever they meet
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:100]
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:100].encode(errors="replace").decode()
             raise Skip(f"the chat template fails ({reason})") from None
 
     # ------------------------------------------------------------------------------------------------ tokens and masks
@@ -555,19 +550,16 @@ class Converter:
 
 def with_reasoning(prompt: str, through: str, reasoning: str, answer: str) -> str | None:
     """What the target says when it thinks, of a turn that the template renders (`through`) without its reasoning."""
-    head = prompt.rstrip().removesuffix(OPEN)
-    opened = head != prompt.rstrip()
-    if not opened:
-        head = prompt
+    stripped = prompt.rstrip()
+    opened, blank = stripped.endswith(OPEN), prompt[len(stripped) :]
+    head = stripped.removesuffix(OPEN) if opened else prompt
     if not through.startswith(head):
         return None
-    rest = through[len(head) :]
-    rest = rest[NO_REASONING.match(rest).end() :]
-    if not rest.startswith(answer.strip()):
+    end = NO_REASONING.match(through, len(head)).end()
+    if not through.startswith(answer.strip(), end):
         return None
-    blank = prompt[len(prompt.rstrip()) :]  # between the opening tag and what is said; in some data, in both
-    begin = reasoning.removeprefix(blank) if opened else OPEN + reasoning
-    return begin + CLOSE + answer.rstrip() + rest[len(answer.strip()) :]
+    begin = reasoning.removeprefix(blank) if opened else OPEN + reasoning  # the blank may be in both
+    return begin + CLOSE + answer.rstrip() + through[end + len(answer.strip()) :]
 
 
 def thinking(prompt: str, said: str) -> int:

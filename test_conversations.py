@@ -68,6 +68,8 @@ TEMPLATES = {
     "K2.5 instant": kimi("<think></think>", "<think></think>{{ m.content or '' }}"),
     "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    "ChatML untrimmed": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "between": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
     "{{ '\n' if not loop.last or add_generation_prompt }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -192,6 +194,11 @@ def test_a_template_that_strips_reasoning_still_learns_every_turn_behind_what_an
         assert_are(documents, first, second % "\n\n")
 
 
+def test_a_blank_thinking_block_is_learned_as_it_was_said(tmp_path):
+    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["R1"]), {"messages": turns("Q", "<think>\n\n</think>\n\nA")})
+    assert_are(documents, f"{BOS}<|User|>Q<|Assistant|><think>\n[\n</think>\n\nA{EOS}]")
+
+
 def test_a_thinking_template_that_opens_no_block_learns_the_block_whole(tmp_path):
     chat = turns("Q", "A", "P", "B")
     chat[1]["reasoning_content"] = "hm\n"
@@ -290,43 +297,49 @@ class Slow:
 def merging(request):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    text = ["user\n\nthe cat sat\n\non the mat.\n\n", "assistant\nThe dog is here", "the cat is here: the mat.\n"] * 9
+    rng, words = random.Random(0), ["the", " the", "\n\n", "\n", " cat", " sat", " on", " mat", "user", "assistant"]
+    text = ["".join(rng.choices(words, k=40)) for _ in range(60)]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        text, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
+        text, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     )
-    tokenizer = wrap(tokenizer, TEMPLATES["ChatML"].replace(" | trim", ""))
-    return tokenizer if request.param == "fast" else Slow(tokenizer)
+
+    def make(template=TEMPLATES["ChatML untrimmed"]):
+        made = wrap(tokenizer, template)
+        return made if request.param == "fast" else Slow(made)
+
+    return make
 
 
 def test_a_document_is_the_tokens_of_the_whole_text(tmp_path, merging):
-    said = ["\nthe cat sat", "the cat is here", " on\n", "sat on"]
+    tokenizer = merging()
+    said = ["\nthe cat sat", "Z the cat", " on\n", "Z sat on"]
     text = "".join(
         f"<|im_start|>{role}\n{x}<|im_end|>\n" for role, x in zip(["user", "assistant"] * 2, said, strict=True)
     )
-    whole = merging(text.strip(), add_special_tokens=False).input_ids
-    pieces = [merging(x, add_special_tokens=False).input_ids for x in re.split(r"((?<=\n)\nthe cat sat)", text.strip())]
+    whole = tokenizer(text.strip(), add_special_tokens=False).input_ids
+    pieces = [
+        tokenizer(x, add_special_tokens=False).input_ids for x in re.split(r"((?<=\n)\nthe cat sat)", text.strip())
+    ]
     assert sum(pieces, []) != whole  # the case: "\n\n" spans the user's turn
-    (document,), _ = read(tmp_path, merging, {"messages": turns(*said)})
+    (document,), _ = read(tmp_path, tokenizer, {"messages": turns(*said)})
     assert document.tokens.tolist() == whole
-    spans = merging.decode(torch.where(document.loss_mask, document.tokens, merging.bos_token_id)).split(BOS)
-    assert [x for x in spans if x] == ["the cat is here<|im_end|>", "sat on<|im_end|>"]
+    spans = tokenizer.decode(torch.where(document.loss_mask, document.tokens, tokenizer.bos_token_id)).split(BOS)
+    assert [x for x in spans if x] == ["Z the cat<|im_end|>", "Z sat on<|im_end|>"]
 
 
 def test_a_token_that_spans_the_border_is_skipped_with_the_reason(tmp_path, merging):
-    chat_template = merging.chat_template
-    assert len(merging("\n\n", add_special_tokens=False).input_ids) == 1
-    good, bad = {"messages": turns("x", "sat on")}, {"messages": turns("x", "\nsat on")}
-    documents, report = read(tmp_path, merging, bad, good)
+    tokenizer = merging()
+    assert len(tokenizer("\n\n", add_special_tokens=False).input_ids) == 1
+    good, bad = {"messages": turns("x", "Z sat on")}, {"messages": turns("x", "\nZ sat on")}
+    documents, report = read(tmp_path, tokenizer, bad, good)
     assert len(documents) == 1 and report.skipped == {SPANS: 1}
-    merging.chat_template = TEMPLATES["no end"].replace("assistant:", "assistant: ")
-    try:  # the prompt's blank and the answer are one token, which hides its blank where offsets are trimmed
-        assert len(merging(" the", add_special_tokens=False).input_ids) == 1
-        documents, report = read(tmp_path, merging, {"messages": turns("x", "the mat")}, {"messages": turns("x", "z")})
-        assert report.skipped == {SPANS: 1}
-        assert merging.decode(documents[0].tokens[documents[0].loss_mask]) == "z\n"
-    finally:
-        merging.chat_template = chat_template
+    # Here the prompt's blank and the answer become one token; trimmed offsets would let it begin with the answer.
+    tokenizer = merging(TEMPLATES["no end"].replace("assistant:", "assistant: "))
+    assert len(tokenizer(" the", add_special_tokens=False).input_ids) == 1
+    documents, report = read(tmp_path, tokenizer, {"messages": turns("x", "the mat")}, {"messages": turns("x", "Z")})
+    assert report.skipped == {SPANS: 1}
+    assert tokenizer.decode(documents[0].tokens[documents[0].loss_mask]) == "Z\n"
 
 
 # ------------------------------------------------------------------------------------------------------ forms and skips
