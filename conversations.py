@@ -368,6 +368,16 @@ class Converter:
             self.backend.no_padding()
             self.backend.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets must not hide blanks
 
+    def documents(
+        self, messages: list[dict], tools: list[dict] | None = None, source: str = "a conversation"
+    ) -> list[Document]:
+        """The documents of one conversation in memory; ValueError with the reason where it has nothing to learn."""
+        made = self.convert(json.dumps([{"messages": messages, "tools": tools}]).encode(), is_list=True)
+        if made.skipped:
+            raise ValueError(f"{source} has nothing to learn: {next(iter(made.skipped))}")
+        tokens, masks = (torch.from_numpy(x).split(made.lengths.tolist()) for x in (made.tokens, made.loss_mask))
+        return [Document(ids.long(), mask, source) for ids, mask in zip(tokens, masks, strict=True)]
+
     def convert(self, blob: bytes, is_list: bool) -> Made:
         """Every record of whole lines, or of one JSON list."""
         lines = load_list(blob) if is_list else blob.removesuffix(b"\n").split(b"\n")

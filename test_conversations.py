@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import conversations
-from conversations import SPANS, TOO_LONG, read_conversations, split
-from data import Document, anchors_of
+from conversations import SPANS, TOO_LONG, Converter, read_conversations, split
+from data import Document, anchors_of, document
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -174,6 +174,17 @@ def test_exactly_the_answers_and_their_ends_of_turn_are_learned(tmp_path, name, 
     assert_are(documents, text.removesuffix("\n") if text.endswith("]\n") else text)  # blanks behind the end: not said
     assert (report.read, report.used, report.documents, report.cut) == (1, 1, 1, 0) and not report.skipped
     assert report.tokens == len(documents[0].tokens) and report.supervised == int(documents[0].loss_mask.sum())
+
+
+@pytest.mark.parametrize("name", ["V3", "V3.1", "K2", "K2.5", "between"])
+def test_one_answer_in_memory_is_what_two_tokenisations_give(name):
+    tokenizer = byte_tokenizer(TEMPLATES[name])
+    converter = Converter(tokenizer, "train")
+    for prompt, answer in [("Q", "A"), ("def f(x):\n", "    return 'é'\n"), ("日本", "🙂")]:
+        (made,), wanted = converter.documents(turns(prompt, answer)), document(tokenizer, prompt, answer)
+        assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.loss_mask, wanted.loss_mask)
+    with pytest.raises(ValueError, match="pair 3 has nothing to learn: an empty answer"):
+        converter.documents(turns("Q", ""), source="pair 3")
 
 
 R1_CHAT = turns("Q", "<think>\nhm</think>\n\nA", "P", "<think>\nso\n</think>B")
