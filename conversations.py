@@ -52,6 +52,7 @@ BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a tok
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
 OPEN, CLOSE = "<think>", "</think>"
 NO_REASONING = re.compile(rf"\s*(?:{OPEN})?\s*(?:{CLOSE})?\s*")  # what a template leaves of a block it drops
+REASONING = ("reasoning_content", "reasoning", "thinking")  # its names, of which templates read the first
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 TOO_LONG = "the prompt fills the row"
@@ -454,14 +455,16 @@ class Converter:
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
             raise Skip("content that is not text")
-        message = {key: value for key, value in turn.items() if key not in ("from", "value")}
+        message = {key: value for key, value in turn.items() if key not in ("from", "value", *REASONING)}
         message |= {"role": role, "content": content}
         if role == "assistant":
-            reasoning = turn.get("reasoning_content") or turn.get("reasoning") or None
+            reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
+            if not isinstance(reasoning, str | None):
+                raise Skip("reasoning that is not text")
             if self.thinks and not reasoning and content and CLOSE in content:  # as it came out of the target
                 reasoning, _, message["content"] = content.partition(CLOSE)
                 reasoning = reasoning.lstrip().removeprefix(OPEN)
-            if isinstance(reasoning, str):
+            if reasoning is not None:
                 message["reasoning_content"] = reasoning
         return message
 

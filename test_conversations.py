@@ -391,6 +391,7 @@ BAD = {
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *turns("Q", "A")]},
         {"messages": [{"role": "user", "content": 3}, *turns("Q", "A")[1:]]},
     ],
+    "reasoning that is not text": [{"messages": [*turns("Q"), turns("Q", "A")[1] | {"reasoning": ["hm"]}]}],
     "empty": [{"messages": []}, {"messages": turns("", "")}, {"conversations": []}],
     "a system prompt alone": [{"messages": turns(system="S")}],
     "no assistant turn": [{"messages": turns("Q")}],
@@ -492,6 +493,31 @@ def test_random_bytes_are_counted_not_fatal(tmp_path, suffix):
         path.write_bytes(b"[" + rng.randbytes(size))
         with pytest.raises(ValueError, match="none of"):
             read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
+
+
+JUNK = [None, True, -1, 3.5, 2**70, "", "\ud800", UNTHINK, [], [[]], {}, {"a": 1}, [None], "assistant", EOS]
+
+
+def planted(rng, value):
+    """The value with junk somewhere in it."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.1:
+        return rng.choice(JUNK)
+    key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    made = {k: planted(rng, v) if k == key else v for k, v in pairs}
+    return made if isinstance(value, dict) else list(made.values())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_nothing_that_a_line_holds_raises(name):
+    rng, call = random.Random(name), {"function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
+    chat = {"messages": [*turns("Q"), said, {"role": "tool", "content": "2"}, *R1_CHAT], "tools": [call]}
+    records = [planted(rng, rng.choice([chat, GOOD, {"input_ids": [1, 2], "loss_mask": [0, 1]}])) for _ in range(150)]
+    for reasoning in ("train", "mask"):
+        made = Converter(byte_tokenizer(TEMPLATES[name]), reasoning).convert(json.dumps(records).encode(), is_list=True)
+        assert made.read == 150 == len(set(made.records.tolist())) + sum(made.skipped.values())
+        assert all(mask[1:].any() for mask in np.split(made.loss_mask, made.lengths.cumsum()[:-1]) if len(mask))
 
 
 def many(tmp_path):
