@@ -30,7 +30,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,7 @@ from tokenizers import processors
 from tqdm import tqdm
 from transformers.dynamic_module_utils import init_hf_modules
 
-from data import Document
+from data import Document, Documents
 
 CACHE_VERSION = 1  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
@@ -94,10 +94,24 @@ def read_conversations(
     if not report.used:
         reasons = "; ".join(f"{n:,} x {reason}" for reason, n in report.skipped.most_common(8)) or "the files are empty"
         raise ValueError(f"none of {report.read:,} conversations in {', '.join(map(str, paths))} is usable: {reasons}")
-    documents = Documents.concatenate(parts)
+    lengths = np.concatenate([np.asarray(part.lengths, np.int64) for part in parts])
+    tokens, loss_mask = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
+    sources = [source for part in parts for source in part.sources]
+    documents = Documents(tokens, loss_mask, lengths.cumsum() - lengths, lengths, sources)
     report.documents, report.tokens = len(documents), len(documents.tokens)
     report.supervised = int(documents.loss_mask.sum())
     return documents, report
+
+
+def answered(tokenizer, pairs: list[tuple[str, str]], source: str = "corpus") -> list[Document]:
+    """Documents of (prompt, answer) pairs: a user and an assistant turn each. ValueError: nothing to learn in one."""
+    converter, turns = Converter(tokenizer, "train"), ("user", "assistant")
+    return [
+        converter.documents(
+            [{"role": role, "content": text} for role, text in zip(turns, pair, strict=True)], source=f"{source}:{i}"
+        )[0]
+        for i, pair in enumerate(pairs)
+    ]
 
 
 @dataclass
@@ -122,63 +136,6 @@ class Report:
         )
         skipped = [f"  skipped {n:,}: {reason}" for reason, n in self.skipped.most_common()]
         return [first, *skipped, *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
-
-
-class Documents(Sequence):
-    """Documents as views of one array of tokens [N] int32 and one mask [N] bool.
-
-    An index makes a `Document` (with int64 tokens, a copy), a slice another `Documents` over the same arrays.
-    """
-
-    def __init__(self, tokens: torch.Tensor, loss_mask: torch.Tensor, begins, lengths, sources: list[str]):
-        self.tokens, self.loss_mask = tokens, loss_mask
-        self.begins, self.lengths, self.sources = begins, lengths, sources
-
-    @classmethod
-    def concatenate(cls, parts: list["Fitted"]) -> "Documents":
-        lengths = np.concatenate([np.asarray(part.lengths, np.int64) for part in parts])
-        tokens, loss_mask = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
-        sources = [source for part in parts for source in part.sources]
-        return cls(tokens, loss_mask, lengths.cumsum() - lengths, lengths, sources)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, i: int | slice) -> "Document | Documents":
-        if isinstance(i, slice):
-            return self.take(range(len(self))[i])
-        at = slice(self.begins[i], self.begins[i] + self.lengths[i])
-        return Document(self.tokens[at].long(), self.loss_mask[at], self.sources[i])
-
-    def take(self, indices: Iterable[int]) -> "Documents":
-        i = np.fromiter(indices, np.int64)
-        return Documents(self.tokens, self.loss_mask, self.begins[i], self.lengths[i], [self.sources[j] for j in i])
-
-
-def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents, Documents]:
-    """(training, held out): about `share` of the conversations is held out, each side shuffled by `seed`.
-
-    A hash of the tokens of a conversation's first document alone decides the side. So it is the same on every machine
-    and for every seed and stays when data are added, and identical conversations never part, nor do the documents of
-    one. Neither side is empty. ValueError: a share outside 0..1, fewer than two different conversations.
-    """
-    if not 0 < share < 1:
-        raise ValueError(f"the held-out share is {share}; it must lie between 0 and 1")
-    positions, source = [], None
-    for document in documents:
-        if document.source != source:  # the documents of one conversation are neighbours
-            digest = hashlib.sha256(document.tokens.numpy().astype("<i4").tobytes()).digest()
-            source, position = document.source, int.from_bytes(digest[:8], "big") / 2**64
-        positions.append(position)
-    positions = np.array(positions)
-    if len(np.unique(positions)) < 2:
-        raise ValueError(
-            f"{len(documents)} documents of one conversation cannot be split; give more, or no held-out share"
-        )
-    edge = np.clip(share, np.nextafter(positions.min(), 1), positions.max())  # one conversation a side at least
-    held_out = positions < edge
-    order = np.random.default_rng(seed).permutation(len(documents))
-    return documents.take(order[~held_out[order]]), documents.take(order[held_out[order]])
 
 
 # ---------------------------------------------------------------------------------------------------------- the files

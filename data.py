@@ -9,9 +9,11 @@ import hashlib
 import random
 import sysconfig
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -26,6 +28,66 @@ class Document(NamedTuple):
     tokens: torch.Tensor  # [L] long
     loss_mask: torch.Tensor  # [L] bool
     source: str  # where it came from, for messages
+
+
+class Documents(Sequence):
+    """Documents as views of one array of tokens [N] int32 and one mask [N] bool.
+
+    An index makes a `Document` (with int64 tokens, a copy), a slice another `Documents` over the same arrays.
+    """
+
+    def __init__(self, tokens: torch.Tensor, loss_mask: torch.Tensor, begins, lengths, sources: list[str]):
+        self.tokens, self.loss_mask = tokens, loss_mask
+        self.begins, self.lengths, self.sources = begins, lengths, sources
+
+    @classmethod
+    def gather(cls, documents: list[Document]) -> "Documents":
+        lengths = np.array([len(d.tokens) for d in documents])
+        tokens, loss_mask = torch.cat([d.tokens.int() for d in documents]), torch.cat([d.loss_mask for d in documents])
+        return cls(tokens, loss_mask, lengths.cumsum() - lengths, lengths, [d.source for d in documents])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int | slice) -> "Document | Documents":
+        if isinstance(i, slice):
+            return self.take(range(len(self))[i])
+        at = slice(self.begins[i], self.begins[i] + self.lengths[i])
+        return Document(self.tokens[at].long(), self.loss_mask[at], self.sources[i])
+
+    def take(self, indices: Iterable[int]) -> "Documents":
+        i = np.fromiter(indices, np.int64)
+        return Documents(self.tokens, self.loss_mask, self.begins[i], self.lengths[i], [self.sources[j] for j in i])
+
+    def summary(self) -> str:
+        learned = sum(int(d.loss_mask.sum()) for d in self)
+        return f"{len(self):,} documents, {self.lengths.sum():,} tokens, {learned / self.lengths.sum():.0%} learned"
+
+
+def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents, Documents]:
+    """(training, held out): about `share` of the conversations is held out, each side shuffled by `seed`.
+
+    A hash of the tokens of a conversation's first document alone decides the side. So it is the same on every machine
+    and for every seed and stays when data are added, and identical conversations never part, nor do the documents of
+    one. Neither side is empty. ValueError: a share outside 0..1, fewer than two different conversations.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"the held-out share is {share}; it must lie between 0 and 1")
+    positions, source = [], None
+    for document in documents:
+        if document.source != source:  # the documents of one conversation are neighbours
+            digest = hashlib.sha256(document.tokens.numpy().astype("<i4").tobytes()).digest()
+            source, position = document.source, int.from_bytes(digest[:8], "big") / 2**64
+        positions.append(position)
+    positions = np.array(positions)
+    if len(np.unique(positions)) < 2:
+        raise ValueError(
+            f"{len(documents)} documents of one conversation cannot be split; give more, or no held-out share"
+        )
+    edge = np.clip(share, np.nextafter(positions.min(), 1), positions.max())  # one conversation a side at least
+    held_out = positions < edge
+    order = np.random.default_rng(seed).permutation(len(documents))
+    return documents.take(order[~held_out[order]]), documents.take(order[held_out[order]])
 
 
 # ------------------------------------------------------------------------------------------------ the built-in corpus
@@ -102,25 +164,6 @@ def cut(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list
     return (prompt, answer) if len(answer.encode()) >= MIN_ANSWER else None
 
 
-def document(tokenizer, prompt: str, answer: str, source: str = "corpus") -> Document:
-    """Tokens of a user and an assistant turn in the tokenizer's own chat template, learning answer and end of turn.
-
-    The mask is the difference of two renderings: what the whole conversation has beyond the prompt with its generation
-    prompt. ValueError where the template rewrites the prompt, or a token spans the border.
-    """
-    turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-    opening = tokenizer.apply_chat_template(turns[:1], tokenize=False, add_generation_prompt=True)
-    whole = tokenizer.apply_chat_template(turns, tokenize=False)
-    before, tokens = (tokenizer(text, add_special_tokens=False).input_ids for text in (opening, whole))
-    if tokens[: len(before)] != before:
-        raise ValueError(
-            f"the chat template renders the prompt of {source} differently once it is answered: "
-            f"{opening[-40:]!r} against {whole[: len(opening)][-40:]!r}; its loss mask cannot be found by difference"
-        )
-    tokens = torch.tensor(tokens)
-    return Document(tokens, torch.arange(len(tokens)) >= len(before), source)
-
-
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -130,9 +173,10 @@ def anchors_of(loss_mask: torch.Tensor, steps: int) -> int:
     return int(learned.unfold(0, steps, 1).amax(1).sum()) if len(loss_mask) > 1 else 0
 
 
-def choose_capacity(documents: list[Document], row_tokens: int, steps: int) -> int:
-    """Anchors per row: the multiple of row_tokens/16 that holds the mean share of valid slots, a tenth to spare."""
-    share = sum(anchors_of(d.loss_mask, steps) for d in documents) / max(sum(len(d.tokens) for d in documents), 1)
+def choose_capacity(sizes: list[tuple[int, int]], row_tokens: int) -> int:
+    """Anchors per row for documents of (tokens, anchors): the multiple of row_tokens/16 that holds their mean share, a
+    tenth to spare."""
+    share = sum(anchors for _, anchors in sizes) / max(sum(tokens for tokens, _ in sizes), 1)
     unit = -(-row_tokens // 16)
     return min(row_tokens, unit * -(-int(1.1 * share * row_tokens) // unit) or unit)
 
@@ -175,22 +219,22 @@ def cut_to(document: Document, row_tokens: int) -> Document:
     return Document(document.tokens[:row_tokens], document.loss_mask[:row_tokens], document.source)
 
 
-def lay_out(
-    rows: list[list[tuple]], row_tokens: int, hidden: int, n_aux: int, dtype, device
-) -> dict[str, torch.Tensor]:
-    """Rows of (tokens [L], loss_mask [L], features [L,n_aux*H], last_hidden [L,H]) as build_rows wants them, [B,T,...].
+def lay_out(rows: list[list[tuple]], row_tokens: int, like: tuple[torch.Tensor, torch.Tensor]) -> dict:
+    """Rows of (tokens [L], loss_mask [L], features [L,n_aux*H], last_hidden [L,W]) as build_rows wants them, [B,T,...].
 
-    Documents are numbered from 0 and positions restart with each; behind the last lies padding (document -1), and a row
-    without documents is nothing else.
+    like: features and last hidden states of the widths, dtypes and devices wanted, of no tokens at all. Documents are
+    numbered from 0 and positions restart with each; behind the last lies padding (document -1), and a row without
+    documents is nothing else.
     """
     b = len(rows)
+    features, last_hidden = (x.new_zeros(b, row_tokens, x.shape[-1]) for x in like)
     out = {
         "tokens": torch.zeros(b, row_tokens, dtype=torch.long),
         "loss_mask": torch.zeros(b, row_tokens, dtype=torch.bool),
         "document": torch.full((b, row_tokens), -1),
         "position": torch.zeros(b, row_tokens, dtype=torch.long),
-        "features": torch.zeros(b, row_tokens, n_aux * hidden, dtype=dtype, device=device),
-        "last_hidden": torch.zeros(b, row_tokens, hidden, dtype=dtype, device=device),
+        "features": features,
+        "last_hidden": last_hidden,
     }
     for r, row in enumerate(rows):
         begin = 0
@@ -202,7 +246,7 @@ def lay_out(
     return out
 
 
-def draft_vocabulary(documents: list[Document], size: int, special_ids: list[int], vocab_size: int) -> torch.Tensor:
+def draft_vocabulary(documents: Sequence[Document], size: int, special_ids: list[int], vocab_size: int) -> torch.Tensor:
     """`size` target ids, ascending: every special token, then the most frequent learned tokens, then the lowest ids.
 
     ValueError: a size outside 1..vocab_size, or too small for the special tokens.
@@ -212,7 +256,8 @@ def draft_vocabulary(documents: list[Document], size: int, special_ids: list[int
     if size < len(special_ids):
         raise ValueError(f"--draft-vocab {size} cannot hold the target's {len(special_ids)} special tokens; raise it")
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for d in documents:
-        counts += torch.bincount(d.tokens[d.loss_mask], minlength=vocab_size)
+    for begin in range(0, len(documents), 1024):  # a count is V long: not one a document
+        some = documents[begin : begin + 1024]
+        counts += torch.bincount(torch.cat([d.tokens[d.loss_mask] for d in some]), minlength=vocab_size)
     counts[torch.tensor(special_ids, dtype=torch.long)] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:size].sort().values

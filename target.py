@@ -25,7 +25,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from data import Document, document, python_documents
+from conversations import answered
+from data import Document, python_documents
 from draft_deepseek import RMSNorm
 from draft_kimi_k3 import KimiK3Eagle3Config, KimiK3Eagle3MLAAttention, KimiK3MLP
 
@@ -414,14 +415,14 @@ def train_tiny(model: nn.Module, tokenizer, recipe: dict, progress: bool) -> dic
     lrs = [torch.optim.lr_scheduler.LambdaLR(o, lambda i: min((i + 1) / WARMUP, 1 - i / steps)) for o in optimizers]
     bar = tqdm(range(steps), desc=f"training the tiny {recipe['preset']} target", unit="step", disable=not progress)
     for _ in bar:
-        loss, _, _ = next_token_loss(model, [document(tokenizer, *pair) for pair in next(batches)])
+        loss, _, _ = next_token_loss(model, answered(tokenizer, next(batches)))
         loss.backward()
         for each in optimizers + lrs:
             each.step()
         model.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.2f}")
     nats = hits = count = 0
-    held_out = [document(tokenizer, *pair) for pair in python_documents(held_out=True)[:64]]
+    held_out = answered(tokenizer, python_documents(held_out=True)[:64])
     with torch.no_grad():
         for i in range(0, len(held_out), 8):
             loss, hit, n = next_token_loss(model.eval(), held_out[i : i + 8], answers_only=True)

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import conversations
-from conversations import SPANS, TOO_LONG, Converter, read_conversations, split
-from data import Document, anchors_of, document
+from conversations import SPANS, TOO_LONG, Converter, read_conversations
+from data import Document, anchors_of, document, split
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 
 import target
 import train
-from data import anchors_of, choose_capacity, document, pack, python_documents
+from conversations import answered
+from data import anchors_of, choose_capacity, cut_to, pack, python_documents
 from target import byte_tokenizer, tiny_target
 from test_train import one_thread, toy_draft, toy_rows  # noqa: F401  the fixture works by its name
 
@@ -256,11 +257,11 @@ def test_a_loss_that_stays_not_finite_names_its_data(runs, monkeypatch):
 def documents_for(batches: int, row_tokens: int) -> int:
     """How many corpus documents make `batches` rows in the first epoch of seed 0."""
     tokenizer = byte_tokenizer()
-    documents = [train.cut_to(document(tokenizer, *pair), row_tokens) for pair in python_documents(False)[:300]]
+    documents = [cut_to(d, row_tokens) for d in answered(tokenizer, python_documents(False)[:300])]
     for n in range(20, 300):
         kept = [d for d in documents[:n] if anchors_of(d.loss_mask, 7)]
         sizes = [(len(d.tokens), anchors_of(d.loss_mask, 7)) for d in kept]
-        if len(pack(sizes, row_tokens, choose_capacity(kept, row_tokens, 7), random.Random("0/0"))) == batches:
+        if len(pack(sizes, row_tokens, choose_capacity(sizes, row_tokens), random.Random("0/0"))) == batches:
             return n
     raise AssertionError(f"no number of documents makes {batches} rows")
 

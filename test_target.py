@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import data
 import target as target_module
-from data import document, python_documents
+from conversations import answered
+from data import python_documents
 from target import PAD, Target, byte_tokenizer, default_aux_layers, load_target, orthogonalise, tiny_target
 
 PRESETS = ["deepseek-v3", "kimi-k3"]
@@ -40,7 +41,7 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def held_out(tiny):
     tokenizer = load_target(tiny["deepseek-v3"]).tokenizer
-    return [document(tokenizer, *pair) for pair in python_documents(held_out=True)[:12]]
+    return answered(tokenizer, python_documents(held_out=True)[:12])
 
 
 def llama(folder: Path, layers=7, **changes) -> Path:
@@ -346,13 +347,13 @@ def test_every_text_survives_the_byte_tokenizer(tiny):
 def test_the_mask_covers_exactly_the_answer_and_its_end_of_turn(tiny):
     tokenizer = load_target(tiny["deepseek-v3"]).tokenizer
     prompt, answer = "def f(x):\n    'é'\n", "    return x  # ü\n"
-    d = document(tokenizer, prompt, answer)
-    answered = [*answer.encode(), 261]
-    assert d.tokens.tolist() == [257, 259, *prompt.encode(), 260, *answered]
-    assert d.loss_mask.tolist() == [False] * (3 + len(prompt.encode())) + [True] * len(answered)
+    (d,) = answered(tokenizer, [(prompt, answer)])
+    learned = [*answer.encode(), 261]
+    assert d.tokens.tolist() == [257, 259, *prompt.encode(), 260, *learned]
+    assert d.loss_mask.tolist() == [False] * (3 + len(prompt.encode())) + [True] * len(learned)
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"  # rewrites history
     with pytest.raises(ValueError, match="renders the prompt"):
-        document(tokenizer, prompt, answer)
+        answered(tokenizer, [(prompt, answer)])
 
 
 def test_corpus_is_deterministic_bounded_and_split_by_file():

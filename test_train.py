@@ -160,7 +160,7 @@ def test_draft_vocabulary_counts_learned_tokens_and_keeps_special_ones():
 
 
 def test_a_row_without_documents_is_padding():
-    out = lay_out([[]], 8, 4, 3, torch.float32, "cpu")
+    out = lay_out([[]], 8, (torch.zeros(0, 12), torch.zeros(0, 4)))
     assert (out["document"] == -1).all() and not out["loss_mask"].any() and out["features"].shape == (1, 8, 12)
 
 

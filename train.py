@@ -10,21 +10,19 @@
 that cannot be used.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
 import math
 import os
-import random
 import shutil
 import signal
 import sys
 import time
-import types
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,198 +32,52 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from data import anchors_of, choose_capacity, cut_to, document, draft_vocabulary, lay_out, pack, python_documents
-from decode import Accepted, speculative_greedy, walk
-from draft_deepseek import (
-    BLOCK,
-    DeepseekV3Eagle3DraftModel,
-    RowBatch,
-    TTTLoss,
-    anchor_mask,
-    attend,
-    block_index,
-    build_rows,
-    export_config,
-    export_state,
-)
-from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from target import Target, default_aux_layers, load_target, tiny_target
-
-# ------------------------------------------------------------------------------------------------------------- settings
-
-TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
-
-# What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
-# above 3.0 for deepseek-v3 and 2.5 for kimi-k3), and with a model of your own.
-DEFAULTS = {
-    "built-in": {"steps": 160, "lr": 2e-3, "draft_vocab": 96, "row_tokens": 2048},
-    "model": {"epochs": 1, "lr": 1e-4, "draft_vocab": 32_000, "row_tokens": 4096},
-}
-LEAST = dict.fromkeys(("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "epochs", "eval_rows"), 1)
-LEAST |= {
-    "anchors": 1,
-    "documents": 1,
-    "save_every": 1,
-    "keep": 1,
-    "draft_vocab": 0,
-    "decode_prompts": 0,
-    "decode_tokens": 2,
-}
-DRAFTS = {"deepseek_v2": DeepseekV3Eagle3DraftModel, "kimi_k3": KimiK3Eagle3DraftModel}  # by config.model_type
-
-
-def option(default, group: str, text: str, choices=None):
-    return field(default=default, metadata={"group": group, "help": text, "choices": choices})
-
-
-@dataclass
-class Settings:
-    target: str = option("deepseek-v3", "target", "preset", tuple(TINY))
-    model: str | None = option(None, "target", "Hugging Face directory of the target; None: the built-in tiny one")
-    aux_layers: str | None = option(None, "target", "three decoder layers to read, by output, as in 1,29,57")
-    trust_remote_code: bool = option(False, "target", "run code that the model directory brings")
-
-    name: str | None = option(None, "run", "the run lives in RUNS/NAME; None: preset, date and time")
-    resume: bool = option(False, "run", "go on from the run's newest checkpoint, with its settings")
-    runs: str = option("runs", "run", "folder of all runs and of the built-in targets")
-    save_every: int = option(500, "run", "steps between checkpoints")
-    keep: int = option(2, "run", "checkpoints kept")
-    seed: int = option(0, "run", "of weights, data order and the built-in target")
-    device: str = option("auto", "run", "cuda, cpu, ...; auto: cuda where there is one")
-    precision: str = option("auto", "run", "of the compute; parameters stay float32", ("auto", "float32", "bfloat16"))
-    compile: str = option(
-        "auto", "run", "auto: max-autotune on cuda, else off", ("auto", "off", "default", "max-autotune")
-    )
-
-    ttt_steps: int = option(7, "draft", "TTT steps S, the longest chain it is trained for")
-    draft_vocab: int | None = option(None, "draft", "tokens it can say, at most the target's; 0: all")
-    fc_norm: bool = option(False, "draft", "norm each auxiliary state (EAGLE-3.1)")
-    norm_output: bool = option(False, "draft", "carry normed states from step to step (EAGLE-3.1)")
-    loss: str = option("ce", "draft", "soft cross-entropy, or the LK losses", ("ce", "alpha", "lambda"))
-
-    row_tokens: int | None = option(None, "batch", "slots T of a packed row")
-    anchors: int | None = option(None, "batch", "supervised slots A of a row; None: from the data")
-    documents: int | None = option(None, "batch", "train on so many documents at most; None: all")
-    batch_rows: int = option(1, "batch", "rows B of a micro-batch")
-    accumulate: int = option(1, "batch", "micro-batches of an optimizer step, on each rank")
-    recompute: str = option("none", "batch", "step: remake each TTT step in the backward, for memory", ("none", "step"))
-
-    steps: int | None = option(None, "optimizer", "optimizer steps; None: as many as --epochs gives")
-    epochs: int | None = option(None, "optimizer", "passes over the data, where --steps is not given")
-    lr: float | None = option(None, "optimizer", "peak learning rate (AdamW)")
-    warmup: float = option(0.05, "optimizer", "share of the steps that warm up, before a cosine to a tenth")
-    weight_decay: float = option(0.0, "optimizer", "decoupled, on matrices")
-    clip: float = option(1.0, "optimizer", "largest gradient norm")
-
-    eval_rows: int = option(8, "evaluation", "held-out rows")
-    decode_prompts: int = option(6, "evaluation", "held-out prompts decoded for real, 0 for none")
-    decode_tokens: int = option(64, "evaluation", "new tokens of each")
-    export_dtype: str = option("bfloat16", "evaluation", "of the saved draft", ("bfloat16", "float32"))
-
-
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message):
-        self.exit(2, f"train.py: error: {message}\n")
-
-
-def make_parser() -> OneLineParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--export", nargs=2, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop")
-    groups = {}
-    for f in dataclasses.fields(Settings):
-        group = f.metadata["group"]
-        groups[group] = groups.get(group) or parser.add_argument_group(group)
-        flag, text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default {f.default})"
-        if f.type is bool:
-            groups[group].add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
-        else:
-            kind = next((t for t in getattr(f.type, "__args__", ()) if t is not types.NoneType), f.type)
-            groups[group].add_argument(flag, type=kind, default=f.default, choices=f.metadata["choices"], help=text)
-    return parser
-
-
-def parse(argv=None) -> tuple[Settings, list[str] | None]:
-    """Settings from the command line, over those of a run to resume; one line and exit code 2 on a bad value."""
-    parser = make_parser()
-    args = parser.parse_args(argv)
-    if args.resume:
-        if not args.name:
-            parser.error("--resume goes on with the run of --name; give its name")
-        stored = Path(args.runs) / args.name / "settings.json"
-        if stored.is_file():
-            known = {f.name for f in dataclasses.fields(Settings)} - {"resume", "runs", "name"}
-            parser.set_defaults(**{k: v for k, v in json.loads(stored.read_text()).items() if k in known})
-            args = parser.parse_args(argv)
-    values = vars(args)
-    export = values.pop("export")
-    args = Settings(**values)
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            parser.error(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
-    for name in ("lr", "clip"):
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
-            parser.error(f"--{name} is {getattr(args, name)}; it must be a positive number")
-    try:
-        device = torch.device("cpu" if args.device == "auto" else args.device)
-    except RuntimeError:
-        parser.error(f"--device is {args.device!r}; auto, cpu, cuda or cuda:N is wanted")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device is {args.device}, but PyTorch sees no CUDA device; use --device cpu")
-    row_tokens = args.row_tokens or resolve(args).row_tokens
-    if args.anchors and args.anchors > row_tokens:
-        parser.error(f"--anchors is {args.anchors}; a row of --row-tokens {row_tokens} slots has no more")
-    return args, export
-
-
-def resolve(args: Settings) -> Settings:
-    """What None and auto stand for here. The run keeps the settings as given, so that it resumes on another machine."""
-    args = dataclasses.replace(args)
-    defaults = DEFAULTS["model" if args.model else "built-in"]
-    for name, value in defaults.items():
-        given = args.epochs if name == "steps" else args.steps if name == "epochs" else None
-        if getattr(args, name) is None and given is None:
-            setattr(args, name, value)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    on_cuda = torch.device(args.device).type == "cuda"
-    if args.precision == "auto":
-        args.precision = "bfloat16" if on_cuda and torch.cuda.is_bf16_supported() else "float32"
-    if args.compile == "auto":
-        args.compile = "max-autotune" if on_cuda else "off"
-    return args
-
+from capture import prefetched, write_capture
+from costs import model_flops, step_memory
+from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
+from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
+from drafts import export, load_checkpoint, load_draft, make_draft, save_checkpoint, trimmed
+from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
+from sources import FollowedRows, Rows, Source, Window, open_source
+from target import Target
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
 
 def main(argv=None) -> None:
-    given, to_export = parse(argv)
-    if to_export:
-        return export(load_draft(Path(to_export[0])), Path(to_export[1]), given.export_dtype)
+    given, instead = parse(argv)
+    if instead.export:
+        return export(load_draft(instead.export[0]), Path(instead.export[1]), given.export_dtype)
     args = resolve(given)
     transformers_logging.disable_progress_bar()  # one for every file that is read or written
     signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
-    with join_ranks(args) as ranks, open_run(given, ranks) as run:
+    if instead.capture:
+        return capture(args, Path(instead.capture))
+    with join_ranks(args) as ranks, nothing() if instead.dry_run else open_run(given, ranks) as run:
         torch.manual_seed(args.seed)
-        target = open_target(args, ranks)
-        train_documents, held_out = load_documents(args, target, ranks)
-        draft = make_draft(args, target, train_documents, ranks)
-        rows = Rows(args, target, draft, train_documents)
+        source = open_source(args, ranks)
+        draft = make_draft(args, source, DRAFT_VOCAB["built-in" if is_built_in(args) else "model"])
+        rows, held_out = make_rows(args, ranks, source, draft)
+        say_plan(args, ranks, draft, rows)
+        if instead.dry_run:
+            return
         loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
         compile_loss(loss, args.compile)
-        train(args, ranks, run, loss, rows)
-        result = evaluate(args, ranks, loss, Rows(args, target, draft, held_out, rows.anchors))
+        check = functools.partial(evaluate, args, ranks, loss, held_out)
+        train(args, ranks, run, loss, rows, check)
+        result = check()
         if ranks.rank == 0:
-            result |= decode_for_real(args, target, draft, held_out)
+            result |= decode_for_real(args, source, draft)
             export(draft, run / "draft", args.export_dtype)
             report(args, run, result)
+
+
+nothing = contextlib.nullcontext
 
 
 def interrupt(number, frame):
@@ -242,6 +94,10 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(x)
         return x
+
+    def print(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
 
     def gather(self, items: list) -> list:
         """The items of all ranks, in their order."""
@@ -317,132 +173,6 @@ def open_run(given: Settings, ranks: Ranks):
             if is_new and not (run / "log.jsonl").exists():
                 shutil.rmtree(run)
             raise
-
-
-def open_target(args: Settings, ranks: Ranks) -> Target:
-    aux_layers = None
-    if args.aux_layers is not None:
-        try:
-            aux_layers = [int(part) for part in args.aux_layers.split(",")]
-        except ValueError:
-            raise ValueError(f"--aux-layers is {args.aux_layers!r}; three layers are wanted, as in 1,29,57") from None
-    if args.model:
-        path, note = args.model, f"its config.json decides, not the preset {args.target}"
-    else:
-        with ranks.first_alone():
-            path = tiny_target(TINY[args.target], Path(args.runs) / f"tiny-{TINY[args.target]}")
-        note = "the built-in one"
-    if ranks.rank == 0:
-        print(f"target: {path} ({note})")
-    return load_target(path, aux_layers, args.trust_remote_code, args.device)
-
-
-def load_documents(args: Settings, target: Target, ranks: Ranks) -> tuple[list, list]:
-    """Documents of at most a row with something to learn, for training and held out; prints what was left out."""
-    if target.tokenizer is None:
-        raise ValueError(
-            f"{args.model} has no tokenizer, and the corpus is text; put tokenizer.json beside config.json"
-        )
-    result = []
-    for held_out in (False, True):
-        pairs = python_documents(held_out, args.seed)[: args.documents]
-        documents = [document(target.tokenizer, *pair, f"corpus:{i}") for i, pair in enumerate(pairs)]
-        cut = sum(len(d.tokens) > args.row_tokens for d in documents)
-        kept = [d for d in (cut_to(d, args.row_tokens) for d in documents) if anchors_of(d.loss_mask, args.ttt_steps)]
-        if not kept:
-            raise ValueError(f"no document has a learned token within --row-tokens {args.row_tokens}; raise it")
-        tokens, learned = sum(len(d.tokens) for d in kept), sum(int(d.loss_mask.sum()) for d in kept)
-        if ranks.rank == 0:
-            print(
-                f"{'held out' if held_out else 'training'}: {len(kept):,} documents, {tokens:,} tokens, "
-                f"{learned / tokens:.0%} learned; {cut} cut to a row, {len(documents) - len(kept)} without any"
-            )
-        result.append(kept)
-    return tuple(result)
-
-
-def make_draft(args: Settings, target: Target, documents: list, ranks: Ranks) -> nn.Module:
-    """A fresh draft in the target's own widths: its embeddings (frozen), the chosen rows of its head to start from."""
-    v, vocab = target.vocab_size, args.draft_vocab or target.vocab_size
-    vocab = draft_vocabulary(documents, vocab, target.special_token_ids, v)
-    is_default = target.aux_layers == default_aux_layers(len(target.layers))
-    config = target.config.to_dict() | {
-        "vocab_size": v,
-        "draft_vocab_size": len(vocab),
-        "target_hidden_size": target.hidden_size,
-        "num_aux_hidden_states": len(target.aux_layers),
-        "fc_norm": args.fc_norm,
-        "norm_output": args.norm_output,
-        "eagle_aux_hidden_state_layer_ids": None if is_default else [j + 1 for j in target.aux_layers],  # as engines do
-    }
-    draft = (KimiK3Eagle3DraftModel if config.get("mla_use_nope") else DeepseekV3Eagle3DraftModel)(config)
-    draft = draft.to(args.device, torch.float32)
-    draft.set_vocab_mapping(vocab)
-    draft.copy_embeddings_from_target(target.embed_tokens)
-    draft.freeze_embeddings()
-    with torch.no_grad():
-        draft.lm_head.weight.copy_(target.lm_head.weight[draft.draft_ids.to(target.device)])
-    if ranks.rank == 0:
-        trained = sum(p.numel() for p in draft.parameters() if p.requires_grad)
-        print(f"draft: {type(draft).__name__}, {trained / 1e6:.2f}M trained parameters, {len(vocab):,} of {v:,} tokens")
-    return draft
-
-
-class Rows:
-    """The stream of micro-batches: number i of it, captured from the target when asked for, is the same every time."""
-
-    def __init__(self, args: Settings, target: Target, draft: nn.Module, documents: list, anchors: int | None = None):
-        self.args, self.target, self.draft, self.documents = args, target, draft, documents
-        self.sizes = [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
-        self.anchors = anchors or args.anchors or choose_capacity(documents, args.row_tokens, args.ttt_steps)
-        self.lengths, self.latest = [], (-1, [])
-        self.flex = args.compile != "off" and torch.device(args.device).type == "cuda" and flex_compiles(args.device)
-
-    def epoch(self, number: int) -> list[list[list[int]]]:
-        """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
-        if self.latest[0] != number:
-            b, rng = self.args.batch_rows, random.Random(f"{self.args.seed}/{number}")
-            rows = pack(self.sizes, self.args.row_tokens, self.anchors, rng)
-            kinds = [[r for r in rows if self.capacity(r) == a] for a in sorted({self.capacity(r) for r in rows})]
-            batches = [kind[i : i + b] for kind in kinds for i in range(0, len(kind), b)]
-            rng.shuffle(batches)
-            self.latest = (number, batches)
-        return self.latest[1]
-
-    def capacity(self, row: list[int]) -> int:
-        return self.anchors if sum(self.sizes[i][1] for i in row) <= self.anchors else self.args.row_tokens
-
-    def count(self, epochs: int) -> int:
-        while len(self.lengths) < epochs:
-            self.lengths.append(len(self.epoch(len(self.lengths))))
-        return sum(self.lengths[:epochs])
-
-    def batch(self, i: int) -> list[list[int]]:
-        """The documents of each row of micro-batch i; none past the last of `epochs` epochs."""
-        epoch = 0
-        while self.count(epoch + 1) <= i:
-            epoch += 1
-            if self.args.steps is None and epoch == self.args.epochs:
-                return []
-        return self.epoch(epoch)[i - self.count(epoch)]
-
-    def __getitem__(self, i: int) -> RowBatch:
-        return self.make(self.batch(i))
-
-    def names(self, i: int) -> list[str]:
-        return [self.documents[d].source for row in self.batch(i) for d in row]
-
-    def make(self, batch: list[list[int]]) -> RowBatch:
-        captured = iter(self.target.capture([self.documents[i].tokens for row in batch for i in row]))
-        rows = [[(*self.documents[i][:2], *next(captured)) for i in row] for row in batch]
-        rows += [[]] * (self.args.batch_rows - len(rows))  # the last of an epoch is filled up with padding
-        width = self.target.hidden_size, len(self.target.aux_layers), self.target.dtype, self.target.device
-        laid_out = lay_out(rows, self.args.row_tokens, *width)
-        capacity = self.capacity(batch[0]) if batch else self.anchors
-        made = build_rows(
-            self.draft.draft_ids, **laid_out, head=self.target.head, steps=self.args.ttt_steps, anchors=capacity
-        )
-        return made if self.flex else made._replace(block_mask=None)
 
 
 @functools.cache
@@ -596,79 +326,6 @@ class Interruption:
     def __exit__(self, *error):
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-# ---------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed: int, keep: int) -> None:
-    """checkpoints/step-<n>: the draft (float32) and all else that training goes on from; whole or absent.
-
-    OSError: it cannot be written. What was saved before stays.
-    """
-    final = run / "checkpoints" / f"step-{step:08d}"
-    half = final.with_suffix(".part")
-    for stale in final.parent.glob("*.part"):
-        shutil.rmtree(stale)
-    state = {"step": step, "consumed": consumed, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
-    try:
-        draft.save_pretrained(half)
-        torch.save(state, half / "training.pt")
-    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError, by who met it
-        shutil.rmtree(half, ignore_errors=True)
-        reason = " ".join(str(error).split())[:200]
-        raise OSError(
-            f"the checkpoint of step {step} cannot be written ({reason}); --resume goes on from the last"
-        ) from error
-    os.replace(half, final) if not final.exists() else shutil.rmtree(half)
-    for old in sorted(final.parent.glob("step-????????"))[:-keep]:
-        shutil.rmtree(old)
-
-
-def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int, int]:
-    """Load the newest checkpoint of the run, if it has one; how many steps are done and micro-batches consumed."""
-    newest = max((run / "checkpoints").glob("step-????????"), default=None)
-    if newest is None:
-        return 0, 0
-    stored = load_draft(newest).state_dict()
-    misfits = [k for k, x in draft.state_dict().items() if k not in stored or stored[k].shape != x.shape]
-    if misfits:
-        raise ValueError(f"{newest} is another draft's ({', '.join(misfits[:3])} differ); resume with its own settings")
-    draft.load_state_dict(stored)
-    state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"].cpu())
-    return state["step"], state["consumed"]
-
-
-def load_draft(directory: Path) -> nn.Module:
-    """The draft of a checkpoint directory; ValueError when it is none."""
-    try:
-        kind = DRAFTS[json.loads((directory / "config.json").read_text())["model_type"]]
-        return kind.from_pretrained(directory, dtype=torch.float32)
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"{directory} is no checkpoint of a draft ({type(error).__name__}: {error})") from error
-
-
-def trimmed_log(path: Path, done: int):
-    """The log opened to append, without the steps after the checkpoint, which come again."""
-    lines = path.read_text().splitlines(keepends=True)[:done] if path.exists() else []
-    path.write_text("".join(lines))
-    return path.open("a")
-
-
-def export(draft: nn.Module, directory: Path, dtype: str) -> None:
-    """The directory that engines load; whole or absent. ValueError when there is one already."""
-    if directory.exists():
-        raise ValueError(f"{directory} exists already and nothing is overwritten; name another directory")
-    half = directory.with_name(directory.name + ".part")
-    shutil.rmtree(half, ignore_errors=True)
-    config, state = export_config(draft, getattr(torch, dtype)), export_state(draft, getattr(torch, dtype))
-    half.mkdir(parents=True)
-    (half / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(state, half / "model.safetensors", metadata={"format": "pt"})
-    os.replace(half, directory)
-    print(f"draft: {directory} ({dtype})")
 
 
 # ----------------------------------------------------------------------------------------------------------- evaluation

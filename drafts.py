@@ -1,0 +1,290 @@
+"""Drafts made and kept: of which shape, from which vocabulary and weights; checkpoints, exports and imports on disk."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from captured import draft_vocabulary_map
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from data import draft_vocabulary
+from draft_deepseek import DeepseekV3Eagle3DraftModel, export_config, export_state, import_state, rope_frequencies
+from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from sources import Source
+from target import default_aux_layers
+
+# ------------------------------------------------------------------------------------------------------------- presets
+
+MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
+SITU = {"mla_use_nope": True, "mla_use_output_gate": True}
+SITU |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+
+
+def preset(layers, vocab, heads, intermediate, eps, longest, pad, bos, eos, **more) -> dict:
+    """What the config.json of a real target says to its draft; all are 7168 wide."""
+    return {
+        "hidden_size": 7168,
+        "num_hidden_layers": layers,
+        "vocab_size": vocab,
+        "num_attention_heads": heads,
+        "intermediate_size": intermediate,
+        "rms_norm_eps": eps,
+        "max_position_embeddings": longest,
+        "pad_token_id": pad,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        **MLA,
+        **more,
+    }
+
+
+def yarn(theta: float, factor: float, beta_fast: float) -> dict:
+    return {"rope_theta": theta, "rope_scaling": YARN | {"factor": factor, "beta_fast": beta_fast, "beta_slow": 1.0}}
+
+
+KIMI = 163839, 163584  # pad, bos
+PRESETS = {
+    "deepseek-v3": preset(61, 129280, 128, 18432, 1e-6, 163840, None, 0, 1, **yarn(1e4, 40.0, 32.0)),
+    "kimi-k2": preset(61, 163840, 64, 18432, 1e-6, 131072, *KIMI, 163585, **yarn(5e4, 32.0, 1.0)),
+    "kimi-k2.5": preset(61, 163840, 64, 18432, 1e-5, 262144, *KIMI, 163585, **yarn(5e4, 64.0, 1.0)),
+    "kimi-k3": preset(93, 163840, 96, 33792, 1e-5, 1048576, *KIMI, 163586, **SITU),
+}
+# The draft that engines serve for a NoPE target; such a target names no angles, these are Kimi K2's without its scaling.
+ROPE_FOR_K3 = {"mla_use_nope": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
+SHAPE_FOR_K3 = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432}
+
+# ---------------------------------------------------------------------------------------------------------- a new draft
+
+
+def make_draft(args, source: Source, default_vocab: int) -> nn.Module:
+    """The draft to train, in float32 on args.device, its embedding the target's and frozen.
+
+    It starts from `--init`, or afresh with the chosen rows of the target's head. ValueError: whatever does not fit.
+    """
+    start = None if args.init is None else Path(args.init)
+    config = draft_config(args, source, read_config_beside(start) if start else None)
+    kind = KimiK3Eagle3DraftModel if config.get("mla_use_nope") else DeepseekV3Eagle3DraftModel
+    embedding = source.embed_tokens
+    ids = choose_vocabulary(args, source, start, default_vocab)
+    draft = kind(config | {"draft_vocab_size": len(ids)})
+    draft.set_vocab_mapping(ids)
+    if start is not None:
+        check_rope(draft, source)
+        load_into(draft, start, embedding.weight.float().cpu())
+    elif source.lm_head is not None:
+        with torch.no_grad():
+            draft.lm_head.weight.copy_(source.lm_head.weight[ids.to(source.lm_head.weight.device)])
+    draft.copy_embeddings_from_target(embedding)
+    draft.freeze_embeddings()
+    return draft.to(args.device)
+
+
+def draft_config(args, source: Source, start: dict | None) -> dict:
+    """Keys of the draft's config: the target's, or the preset's where no target is given; a draft to start from fixes
+    its own shape, what is the target's stays the target's."""
+    target = source.config or PRESETS[args.target]
+    known = {"hidden_size": source.hidden_size, "vocab_size": source.vocab_size}
+    if wrong := [f"{key} {x}, not {target[key]}" for key, x in known.items() if target[key] != x]:
+        raise ValueError(f"the data has {', '.join(wrong)} as --target {args.target} has; give its --model")
+    config = dict(target)
+    if args.draft == "deepseek" and config.get("mla_use_nope"):
+        config |= ROPE_FOR_K3 | ({} if source.is_tiny else SHAPE_FOR_K3)
+    elif args.draft == "kimi-k3" and not config.get("mla_use_nope"):
+        raise ValueError("--draft kimi-k3 has no RoPE, but the target has; its drafts are --draft deepseek")
+    if start is not None:
+        rotates = any(start.get(key) for key in rope_of(start))
+        config = {key: x for key, x in config.items() if not (rotates and key in rope_of(start))}
+        config |= {key: x for key, x in start.items() if key not in ("max_position_embeddings", "vocab_size")}
+        if start.get("vocab_size", source.vocab_size) != source.vocab_size:
+            raise ValueError(f"--init is a draft for {start['vocab_size']} tokens, the target has {source.vocab_size}")
+    is_default = tuple(source.aux_layers) == default_aux_layers(target["num_hidden_layers"])
+    return config | {
+        "target_hidden_size": source.hidden_size,
+        "num_aux_hidden_states": len(source.aux_layers),
+        "fc_norm": config.get("fc_norm", False) or args.fc_norm,
+        "norm_output": config.get("norm_output", False) or args.norm_output,
+        "eagle_aux_hidden_state_layer_ids": None if is_default else [j + 1 for j in source.aux_layers],  # as engines do
+    }
+
+
+def choose_vocabulary(args, source: Source, start: Path | None, default_vocab: int) -> Tensor:
+    """Target ids [Vd] of the draft vocabulary: the data's where it is bound to one, that of the draft to start from, a
+    map's, or counted."""
+    v, asked = source.vocab_size, args.draft_vocab
+    bound = source.draft_ids if source.draft_ids is not None else start and ids_of(start, v)
+    if bound is not None:
+        if asked is not None and str(asked) != str(len(bound)):
+            raise ValueError(f"--draft-vocab is {asked}, but the data or --init is bound to one of {len(bound)} tokens")
+        return bound
+    if asked is not None and not str(asked).lstrip("-").isdigit():
+        return draft_vocabulary_map(asked, v)
+    size = min(default_vocab, v) if asked is None else int(asked)
+    return torch.arange(v) if size == 0 else draft_vocabulary(source.training, size, source.special_token_ids, v)
+
+
+def ids_of(start: Path, vocab_size: int) -> Tensor:
+    """The draft vocabulary of a draft on disk: its d2t, or all of its head's rows."""
+    state = {name.removeprefix("model."): x for name, x in read_state(start).items()}
+    if "lm_head.weight" not in state:
+        raise ValueError(f"{start} holds no lm_head.weight, but {sorted(state)[:5]}; is it a draft?")
+    size = len(state["lm_head.weight"])
+    if "d2t" not in state and size < vocab_size:
+        raise ValueError(f"{start} says {size} of {vocab_size} tokens and lacks d2t, which says what they are")
+    return state["d2t"].long() + torch.arange(size) if "d2t" in state else torch.arange(size)
+
+
+def check_rope(draft: nn.Module, source: Source) -> None:
+    """ValueError unless a draft to start from rotates and scales as one made for the target does."""
+    target = source.config
+    if target is None or target.get("mla_use_nope") or draft.config.model_type == "kimi_k3":
+        return
+    mine, wanted = draft.config, draft.config_class.from_any(draft.config.to_dict() | rope_of(target))
+    attention = type(draft.model.layers[0].self_attn)
+    (f, x), (g, y) = rope_frequencies(mine), rope_frequencies(wanted)
+    if not torch.equal(f, g) or x != y or attention.softmax_scale(mine) != attention.softmax_scale(wanted):
+        raise ValueError(
+            f"--init rotates by {mine.rope_parameters}, its target by {wanted.rope_parameters}; take a draft of this "
+            "target, or correct its config.json"
+        )
+
+
+def rope_of(config: dict) -> dict:
+    return {key: config.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta")}
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+DRAFTS = {"kimi_k3": KimiK3Eagle3DraftModel}  # by config.model_type; every other RoPE MLA type is a DeepSeek draft
+
+
+def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed: int, keep: int) -> None:
+    """checkpoints/step-<n>: the draft (float32) and all else that training goes on from; whole or absent.
+
+    OSError: it cannot be written. What was saved before stays.
+    """
+    final = run / "checkpoints" / f"step-{step:08d}"
+    half = final.with_suffix(".part")
+    for stale in final.parent.glob("*.part"):
+        shutil.rmtree(stale)
+    state = {"step": step, "consumed": consumed, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    try:
+        draft.save_pretrained(half)
+        torch.save(state, half / "training.pt")
+    except Exception as error:  # a full disk is an OSError, a RuntimeError or a SafetensorError, by who met it
+        shutil.rmtree(half, ignore_errors=True)
+        reason = " ".join(str(error).split())[:200]
+        raise OSError(
+            f"the checkpoint of step {step} cannot be written ({reason}); --resume goes on from the last"
+        ) from error
+    os.replace(half, final) if not final.exists() else shutil.rmtree(half)
+    for old in sorted(final.parent.glob("step-????????"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int, int]:
+    """Load the newest checkpoint of the run, if it has one; how many steps are done and micro-batches consumed."""
+    newest = max((run / "checkpoints").glob("step-????????"), default=None)
+    if newest is None:
+        return 0, 0
+    stored = load_draft(newest).state_dict()
+    misfits = [k for k, x in draft.state_dict().items() if k not in stored or stored[k].shape != x.shape]
+    if misfits:
+        raise ValueError(f"{newest} is another draft's ({', '.join(misfits[:3])} differ); resume with its own settings")
+    draft.load_state_dict(stored)
+    state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"].cpu())
+    return state["step"], state["consumed"]
+
+
+def trimmed(path: Path, done: int):
+    """A .jsonl file opened to append, without the lines of steps after `done`, which come again."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done))
+    return path.open("a")
+
+
+def export(draft: nn.Module, directory: Path, dtype: str) -> None:
+    """The directory that engines load; whole or absent. ValueError when there is one already."""
+    if directory.exists():
+        raise ValueError(f"{directory} exists already and nothing is overwritten; name another directory")
+    half = directory.with_name(directory.name + ".part")
+    shutil.rmtree(half, ignore_errors=True)
+    config, state = export_config(draft, getattr(torch, dtype)), export_state(draft, getattr(torch, dtype))
+    half.mkdir(parents=True)
+    (half / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(state, half / "model.safetensors", metadata={"format": "pt"})
+    os.replace(half, directory)
+    print(f"draft: {directory} ({dtype})")
+
+
+def load_draft(path) -> nn.Module:
+    """A draft in float32 from a checkpoint, an export or a published directory. ValueError: it is none, or damaged."""
+    path = Path(path)
+    config = read_config(path)
+    if config is None:
+        raise ValueError(f"{path} is no draft: it has no config.json; give a checkpoint's or an export's directory")
+    draft = DRAFTS.get(config.get("model_type"), DeepseekV3Eagle3DraftModel)(config)
+    load_into(draft, path)
+    return draft
+
+
+def read_config_beside(path: Path) -> dict | None:
+    """That of a directory, or of the one a weight file lies in. ValueError: there is nothing at `path`."""
+    if not path.exists():
+        raise ValueError(f"--init {path} does not exist; give a draft's directory or its .safetensors file")
+    return read_config(path if path.is_dir() else path.parent)
+
+
+def read_config(path: Path) -> dict | None:
+    """config.json of a draft's directory; None beside a bare weight file. ValueError: damaged, or not one layer."""
+    file = path / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); copy it again") from error
+    if config.get("num_hidden_layers", 1) != 1:
+        raise ValueError(f"{path} has {config['num_hidden_layers']} layers; an EAGLE-3 draft has one, is it a target?")
+    return config
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """All tensors of a directory (one safetensors file or shards) or of one file. ValueError: none, or damaged."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{path} holds no .safetensors file; give a draft's directory or its weight file")
+    state = {}
+    for file in files:
+        try:
+            state |= load_file(file)
+        except Exception as error:  # whatever a damaged file provokes
+            raise ValueError(f"{file} is damaged ({type(error).__name__}: {error}); copy it again") from error
+    return state
+
+
+def load_into(draft: nn.Module, path: Path, embedding: Tensor | None = None) -> None:
+    """Load a draft's tensors, of either naming. An absent t2d follows from d2t, an absent embedding is `embedding`.
+
+    ValueError: what is missing, unexpected or of another shape, by name.
+    """
+    cfg, state = draft.config, read_state(path)
+    names = {name.removeprefix("model."): name for name in state}
+    if cfg.draft_vocab_size < cfg.vocab_size and "d2t" in names and "t2d" not in names:
+        offsets = state[names["d2t"]].long()
+        ids = offsets + torch.arange(len(offsets))
+        state["t2d"] = torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill(
+            0, ids.clamp(0, cfg.vocab_size - 1), True
+        )
+    if embedding is not None and "embed_tokens.weight" not in names:
+        state["embed_tokens.weight"] = embedding
+    try:
+        import_state(draft, state)
+        assert draft.draft_ids is not None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error

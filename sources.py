@@ -1,0 +1,290 @@
+"""Where training rows come from: which documents, whose states at them, packed into micro-batches.
+
+    built-in corpus, --data chats.jsonl    a target that runs here       its states captured as rows are made
+    --data CAPTURED                        its embedding and head alone  states read from disk, ahead
+    --follow DIR --data chats.jsonl        the same                      states taken as a running vLLM writes them
+
+Shapes: T slots and A anchors of a row, L tokens of a document, H the target's hidden size, V its vocabulary, W the
+width of the states that the teacher is made from.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from capture import Follower, masks_of
+from captured import is_captured, open_captured
+from ends import TargetEnds, load_ends
+from torch import Tensor, nn
+
+from conversations import answered, read_conversations
+from data import Documents, anchors_of, choose_capacity, cut_to, lay_out, pack, python_documents, split
+from draft_deepseek import RowBatch, build_rows
+from target import Target, load_target, tiny_target
+
+TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
+
+
+class Source(NamedTuple):
+    """Documents, the target's states at them, and what a draft takes from the target."""
+
+    training: Documents
+    held_out: Documents
+    states: Callable  # list of documents -> of each (features [L,3H], last [L,W]), or None for a damaged one
+    head: Callable  # last [m,W] -> logits [m,V]
+    width: int  # W
+    aux_layers: tuple[int, ...]
+    hidden_size: int
+    vocab_size: int
+    embed_tokens: nn.Embedding
+    target: Target | TargetEnds | None  # None: a cache that carries its teacher
+    draft_ids: Tensor | None = None  # the draft vocabulary that the data is bound to
+    on_disk: bool = False
+    is_tiny: bool = False  # the built-in target
+    follower: Follower | None = None
+
+    @property
+    def config(self) -> dict | None:
+        return None if self.target is None else self.target.config.to_dict()
+
+    @property
+    def lm_head(self) -> nn.Linear | None:
+        return None if self.target is None else self.target.lm_head
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        return [] if self.target is None else self.target.special_token_ids
+
+
+def open_source(args, ranks) -> Source:
+    """What the settings name. ValueError: data, target and layers that do not fit together, with what to do."""
+    paths = [Path(path) for path in args.data or ()]
+    captured = [path for path in paths if is_captured(path)]
+    if captured and (len(paths) > 1 or args.follow):
+        raise ValueError(f"{captured[0]} holds captured states; it is read alone, without other --data or --follow")
+    if captured:
+        return captured_source(args, captured[0], ranks)
+    if args.follow:
+        return followed_source(args, paths, ranks)
+    target = open_target(args, ranks)
+    if paths:
+        training, held_out = conversations(args, target, paths, ranks)
+    else:
+        training, held_out = (corpus(args, target, ranks, held_out) for held_out in (False, True))
+    return Source(
+        training,
+        held_out,
+        lambda documents: target.capture([d.tokens for d in documents]),
+        target.head,
+        target.hidden_size,
+        target.aux_layers,
+        target.hidden_size,
+        target.vocab_size,
+        target.embed_tokens,
+        target,
+        is_tiny=not args.model,
+    )
+
+
+def open_target(args, ranks) -> Target:
+    if args.model:
+        path, note = args.model, f"its config.json decides, not the preset {args.target}"
+    else:
+        with ranks.first_alone():
+            path = tiny_target(TINY[args.target], Path(args.runs) / f"tiny-{TINY[args.target]}")
+        note = "the built-in one"
+    ranks.print(f"target: {path} ({note})")
+    return load_target(path, layers_of(args), args.trust_remote_code, args.device)
+
+
+def layers_of(args) -> list[int] | None:
+    if args.aux_layers is None:
+        return None
+    try:
+        return [int(part) for part in args.aux_layers.split(",")]
+    except ValueError:
+        raise ValueError(f"--aux-layers is {args.aux_layers!r}; three layers are wanted, as in 1,29,57") from None
+
+
+def corpus(args, target: Target, ranks, held_out: bool) -> Documents:
+    """The built-in one, in documents of at most a row; prints what was left out."""
+    if target.tokenizer is None:
+        raise ValueError(
+            f"{args.model} has no tokenizer, and the corpus is text; put tokenizer.json beside config.json"
+        )
+    pairs = python_documents(held_out, args.seed)[: args.documents]
+    whole = answered(target.tokenizer, pairs)
+    kept = [d for d in (cut_to(d, args.row_tokens) for d in whole) if anchors_of(d.loss_mask, 1)]
+    if not kept:
+        raise ValueError(f"no document has a learned token within --row-tokens {args.row_tokens}; raise it")
+    cut = sum(len(d.tokens) > args.row_tokens for d in whole)
+    documents = Documents.gather(kept)
+    left = f"{cut} cut to a row, {len(whole) - len(kept)} without any"
+    ranks.print(f"{'held out' if held_out else 'training'}: {documents.summary()}; {left}")
+    return documents
+
+
+def conversations(args, target, paths: list[Path], ranks) -> tuple[Documents, Documents]:
+    """Those in the files, split; prints what was skipped and why."""
+    if target.tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer for --data; put tokenizer.json beside config.json")
+    cache, first = Path(args.runs) / "tokens", ranks.rank == 0
+    with ranks.first_alone():  # the others find all tokens in the cache
+        documents, report = read_conversations(
+            paths, target.tokenizer, args.row_tokens, args.reasoning, cache=cache, progress=first
+        )
+    ranks.print("data: " + "\n".join(report.lines()))
+    return split_documents(args, documents, ranks)
+
+
+def split_documents(args, documents: Documents, ranks) -> tuple[Documents, Documents]:
+    training, held_out = split(documents, args.held_out, args.seed)
+    training = training[: args.documents]
+    ranks.print(f"training: {training.summary()}\nheld out: {held_out.summary()}")
+    return training, held_out
+
+
+def captured_source(args, path: Path, ranks) -> Source:
+    """States on disk; of the target only embedding, final norm and head are read."""
+    ends = None
+    if args.model:
+        ends = load_ends(args.model, args.device, trust_remote_code=args.trust_remote_code)
+        ranks.print(f"target: {args.model} (embedding, final norm and head)")
+    captured = open_captured(path, ends, layers_of(args), skip_damaged=args.skip_damaged)
+    fitting = [d for d in (cut_to(d, args.row_tokens) for d in captured.documents) if anchors_of(d.loss_mask, 1)]
+    if not fitting:
+        raise ValueError(f"no document in {path} has a learned token within --row-tokens {args.row_tokens}; raise it")
+    skipped = captured.skipped | {"nothing to learn in the row": len(captured.documents) - len(fitting)}
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in skipped.items() if n) or "none"
+    ranks.print(f"data: {path} ({captured.kind}), layers {list(captured.aux_layers)} by output; left out: {reasons}")
+    return Source(
+        *split_documents(args, Documents.gather(fitting), ranks),
+        captured.states,
+        captured.head,
+        captured.width,
+        captured.aux_layers,
+        captured.hidden_size,
+        captured.vocab_size,
+        captured.embed_tokens,
+        ends,
+        captured.draft_ids,
+        on_disk=True,
+    )
+
+
+def followed_source(args, paths: list[Path], ranks) -> Source:
+    """States that a running vLLM writes, of conversations that are known before."""
+    if not (args.model and paths):
+        raise ValueError("--follow takes the loss masks from --data and the head from --model; give both")
+    ends = load_ends(args.model, args.device, trust_remote_code=args.trust_remote_code)
+    training, held_out = conversations(args, ends, paths, ranks)
+    everything = [*training, *held_out]
+    limit = None if args.follow_gb is None else int(args.follow_gb * 1e9)
+    follower = Follower(args.follow, ends, masks_of(everything), rank=ranks.rank, world=ranks.world, max_bytes=limit)
+    return Source(
+        training,
+        held_out,
+        None,
+        ends.head,
+        ends.hidden_size,
+        layers_of(args) or (),
+        ends.hidden_size,
+        ends.vocab_size,
+        ends.embed_tokens,
+        ends,
+        on_disk=True,
+        follower=follower,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+class Window(NamedTuple):
+    """What one rank computes in one optimizer step."""
+
+    rows: list[RowBatch]
+    names: list[str]  # where its documents come from
+    consumed: int  # micro-batches of all ranks, this window's included
+    ended: bool = False  # a stream that has no more
+
+
+class Rows:
+    """The stream of micro-batches: number i of it, its states read or captured when asked for, is the same every time.
+
+    make_mask: keep FlexAttention's block mask.
+    """
+
+    def __init__(self, args, source: Source, draft_ids: Tensor, documents: Documents, anchors=None, make_mask=False):
+        self.args, self.source, self.draft_ids, self.documents = args, source, draft_ids, documents
+        self.sizes = [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
+        self.anchors = anchors or args.anchors or choose_capacity(self.sizes, args.row_tokens)
+        self.make_mask, self.lengths, self.latest, self.damaged = make_mask, [], (-1, []), 0
+
+    def epoch(self, number: int) -> list[list[list[int]]]:
+        """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
+        if self.latest[0] != number:
+            b, rng = self.args.batch_rows, random.Random(f"{self.args.seed}/{number}")
+            rows = pack(self.sizes, self.args.row_tokens, self.anchors, rng)
+            kinds = [[r for r in rows if self.capacity(r) == a] for a in sorted({self.capacity(r) for r in rows})]
+            batches = [kind[i : i + b] for kind in kinds for i in range(0, len(kind), b)]
+            rng.shuffle(batches)
+            self.latest = (number, batches)
+        return self.latest[1]
+
+    def capacity(self, row: list[int]) -> int:
+        return self.anchors if sum(self.sizes[i][1] for i in row) <= self.anchors else self.args.row_tokens
+
+    def count(self, epochs: int) -> int:
+        while len(self.lengths) < epochs:
+            self.lengths.append(len(self.epoch(len(self.lengths))))
+        return sum(self.lengths[:epochs])
+
+    def windows(self, consumed: int, ranks) -> Iterator[Window]:
+        """This rank's part of one optimizer step after another, from micro-batch `consumed` on."""
+        m = self.args.accumulate
+        while True:
+            ours = [self.batch(consumed + i * ranks.world + ranks.rank) for i in range(m)]
+            consumed += m * ranks.world
+            names = [self.documents.sources[d] for batch in ours for row in batch for d in row]
+            yield Window([self.make(batch) for batch in ours], names, consumed)
+
+    def batch(self, i: int) -> list[list[int]]:
+        """The documents of each row of micro-batch i; none past the last of `epochs` epochs."""
+        epoch = 0
+        while self.count(epoch + 1) <= i:
+            epoch += 1
+            if self.args.steps is None and epoch == self.args.epochs:
+                return []
+        return self.epoch(epoch)[i - self.count(epoch)]
+
+    def make(self, batch: list[list[int]]) -> RowBatch:
+        documents = [[self.documents[i] for i in row] for row in batch]
+        states = iter(self.source.states([d for row in documents for d in row]))
+        rows = [[(d, found) for d in row if (found := next(states)) is not None] for row in documents]
+        self.damaged += sum(map(len, documents)) - sum(map(len, rows))
+        return assemble(
+            self.args,
+            self.source,
+            self.draft_ids,
+            rows,
+            self.capacity(batch[0]) if batch else self.anchors,
+            self.make_mask,
+        )
+
+    def used(self, window: Window) -> None:
+        """Nothing is to be cleared away."""
+
+
+def assemble(args, source: Source, draft_ids, rows: list[list[tuple]], anchors: int, make_mask: bool) -> RowBatch:
+    """A micro-batch of rows of (document, (features, last)), filled up with rows of padding."""
+    rows = [[(d.tokens, d.loss_mask, *states) for d, states in row] for row in rows]
+    rows += [[]] * (args.batch_rows - len(rows))
+    found = next((states for row in rows for *_, states in row), None)
+    dtype = torch.float32 if found is None else found.dtype
+    widths = len(source.aux_layers) * source.hidden_size, source.width
+    laid_out = lay_out(rows, args.row_tokens, *widths, dtype, torch.device(args.device))
+    made = build_rows(draft_ids, **laid_out, head=source.head, steps=args.ttt_steps, anchors=anchors)
+    return made if make_mask else made._replace(block_mask=None)
