@@ -1,0 +1,1061 @@
+"""Captured hidden states: read in the layouts of this and other tools, written in our own, or followed while written.
+
+    captured = open_captured(directory, load_ends(target_directory))
+    captured.documents                  # unshifted tokens and loss masks, known up front from headers and indices
+    captured.states(documents)          # their (features, last), read from disk now
+    captured.head                       # turns `last` into logits over the target's vocabulary
+
+Shapes: S tokens of a document, H the target's hidden size, V its vocabulary, Vd the draft's, W the width of `last`: H
+behind the final norm, or Vd + 1 where a cache carries the teacher itself (`AutoModelCache`).
+Layers are named by output, as in target.py: j is the residual stream behind 0-based decoder layer j.
+"""
+
+import copy
+import fcntl
+import gzip
+import hashlib
+import io
+import json
+import os
+import queue
+import re
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import transformers
+from einops import rearrange
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from data import Document
+from draft_deepseek import RMSNorm
+from target import Target, check_aux_layers
+
+READERS = 8  # threads that look at headers: opening files waits for the disk, not for the interpreter
+
+# ---------------------------------------------------------------------------------------------------- what was captured
+
+
+class Damaged(ValueError):
+    """A file that cannot be used; the message names it."""
+
+
+@contextmanager
+def naming(path: Path, todo: str = "capture it again, or skip damaged files"):
+    """Whatever goes wrong within is a Damaged that names the file and says what to do, in one line."""
+    try:
+        yield
+    except Exception as error:  # what broken bytes provoke in the readers of several formats
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        reason = " ".join(f"{kind}{error}".split())[:300]
+        raise Damaged(f"{path} cannot be used ({reason}); {todo}") from error
+
+
+def open_captured(directory, ends=None, aux_layers=None, masks=None, skip_damaged=False) -> "Captured":
+    """The captured states in `directory`, of the kind that its files show. Opening reads headers, not the states.
+
+    ends: the `TargetEnds` they were captured from (a `Target` will do for our own and SpecForge's, which are normed);
+    needed but for AutoModel caches. aux_layers: the output ids wanted,
+    None for the default ones of the target's depth. masks: loss masks by `token_key`, for files that carry none.
+    skip_damaged: count files that cannot be used in `skipped` instead of raising. ValueError: no directory, files of no
+    kind or of several, other layers, another width, a damaged file.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory; give the folder that holds the captured states")
+    found = [(kind, mark) for kind in KINDS if (mark := kind.mark(directory))]
+    if len(found) != 1:
+        marks = ", ".join(f"{mark} ({kind.kind})" for kind, mark in found) or "no mark of any"
+        raise ValueError(
+            f"{directory} has {marks}; one kind is wanted: {', '.join(f'{k.kind} ({k.sign})' for k in KINDS)}"
+        )
+    return found[0][0](directory, ends, aux_layers, masks, skip_damaged)
+
+
+class Captured:
+    """Documents known up front, their states read when asked for.
+
+    `kind`; `documents`, whose `source` is where their states lie; `aux_layers`; `width` W; `hidden_size`, `vocab_size`;
+    `draft_ids` [Vd], the draft vocabulary that a cache is bound to, or None; `skipped` counts what was left out.
+    """
+
+    kind = sign = ""
+    needs_ends = True
+    draft_ids: Tensor | None = None
+
+    def __init__(self, directory: Path, ends, aux_layers, masks, skip_damaged: bool):
+        if ends is None and self.needs_ends:
+            raise ValueError(f"{directory} ({self.kind}) holds no output head; give the target's directory as well")
+        self.directory, self.ends, self.masks, self.skip_damaged = directory, ends, masks, skip_damaged
+        self.skipped = Counter()
+        if ends is not None:
+            self.hidden_size = self.width = ends.hidden_size
+            self.vocab_size = ends.vocab_size
+        self.aux_layers = self.agreed_layers(aux_layers, self.declared_layers())
+        self.documents = list(self.scan())
+        if not self.documents:
+            raise ValueError(
+                f"{directory} ({self.kind}) has no document that can be used; skipped: {dict(self.skipped)}"
+            )
+
+    @classmethod
+    def mark(cls, directory: Path) -> str | None:
+        """The name of what shows this kind in `directory`, if anything does."""
+        return next((x.relative_to(directory).as_posix() for x in directory.glob(cls.sign)), None)
+
+    def declared_layers(self) -> list[int] | None:
+        """The output ids that the capture says it holds; None where its format does not say."""
+
+    def scan(self) -> Iterator[Document]:
+        raise NotImplementedError
+
+    def read(self, document: Document) -> tuple[Tensor, Tensor]:
+        """features [S,3H] and last [S,W] of a document, or of its beginning if it was cut."""
+        raise NotImplementedError
+
+    def states(self, documents: list[Document]) -> list[tuple[Tensor, Tensor] | None]:
+        """Of every document (features [S,3H], last [S,W]), finite; None for a damaged one where those are skipped."""
+        return [self.read_or_skip(document) for document in documents]
+
+    def read_or_skip(self, document: Document) -> tuple[Tensor, Tensor] | None:
+        path = self.directory / document.source
+        try:
+            with naming(path):
+                states = self.read(document)
+                if not all(x.isfinite().all() for x in states):
+                    raise ValueError("its states hold NaN or Inf")
+                return states
+        except Damaged as error:
+            return self.skip_or_raise(error)
+
+    def skip_or_raise(self, error: Damaged) -> None:
+        if not self.skip_damaged:
+            raise error
+        self.skipped["damaged"] += 1
+
+    def head(self, last: Tensor) -> Tensor:
+        """last [m,W] -> logits [m,V]"""
+        return self.ends.head(last)
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        return self.ends.embed_tokens
+
+    def agreed_layers(self, wanted, declared) -> tuple[int, ...]:
+        if self.ends is not None:
+            wanted = check_aux_layers(wanted, self.ends.config.num_hidden_layers)
+        wanted = tuple(sorted(declared if wanted is None else wanted))
+        if declared is not None and tuple(sorted(declared)) != wanted:
+            held, asked = (f"{list(x)} by output, {[j + 1 for j in x]} by input" for x in (declared, wanted))
+            raise ValueError(
+                f"{self.directory} holds the layers {held}; wanted are {asked}; name its own, or capture again"
+            )
+        return wanted
+
+    def look_at(self, items: Iterable, look) -> Iterator[Document]:
+        """look(item) of all items by some threads, in order. It may return a reason to skip instead of a document."""
+
+        def attempt(item):
+            try:
+                return look(item)
+            except Damaged as error:
+                return error
+
+        items = iter(items)
+        with ThreadPoolExecutor(READERS) as pool:
+            while some := list(islice(items, 1024)):  # an error is not held up by a million files behind it
+                for result in pool.map(attempt, some):
+                    if isinstance(result, Document):
+                        yield result
+                    elif isinstance(result, Damaged):
+                        self.skip_or_raise(result)
+                    else:
+                        self.skipped[result] += 1
+
+
+# ------------------------------------------------------------ one safetensors file a document: hidden_states, token_ids
+
+
+class LayerFiles(Captured):
+    """`hidden_states` [S,4,H], three auxiliary layers ascending and the last one, and `token_ids` [S]."""
+
+    after_norm = False  # is the last layer's state normed already?
+
+    def read(self, document: Document) -> tuple[Tensor, Tensor]:
+        features, last, tokens = read_layers(self.directory / document.source, len(document.tokens))
+        if not torch.equal(tokens, document.tokens):
+            raise ValueError("its token_ids are not those of the conversation it is listed with")
+        return features, last if self.after_norm else self.ends.norm(last)
+
+    def document(self, name: str, tokens, loss_mask) -> Document:
+        """What an index says of a file, once the file's header agrees."""
+        path = self.directory / name
+        with naming(path):
+            length = layer_file_length(path, self.hidden_size)
+            if not len(tokens) == len(loss_mask) == length:
+                raise ValueError(
+                    f"it has {length} tokens; listed are {len(tokens)} ids and {len(loss_mask)} mask entries"
+                )
+            tokens, loss_mask = torch.as_tensor(tokens, dtype=torch.long), torch.as_tensor(loss_mask).bool()
+            return Document(check_tokens(tokens, self.vocab_size), loss_mask, name)
+
+
+class OwnCapture(LayerFiles):
+    """What `write_capture` wrote: capture.json declares layers and norm state, index.jsonl lists the conversations."""
+
+    kind, sign = "our own capture", "capture.json"
+
+    def declared_layers(self) -> list[int]:
+        self.meta = read_json(self.directory / "capture.json", CAPTURE_KEYS)
+        if self.meta["version"] != CAPTURE_VERSION or self.meta["last_hidden"] not in ("after_norm", "before_norm"):
+            said = {key: self.meta[key] for key in ("version", "last_hidden")}
+            raise ValueError(f"{self.directory}/capture.json says {said}; this reads version {CAPTURE_VERSION}")
+        widths = {key: self.meta[key] for key in ("hidden_size", "vocab_size")}
+        if widths != {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}:
+            wanted = f"hidden size {self.hidden_size}, vocabulary {self.vocab_size}"
+            raise ValueError(
+                f"{self.directory} was captured from a target of {widths}, not of {wanted}; give its target"
+            )
+        self.after_norm = self.meta["last_hidden"] == "after_norm"
+        return self.meta["aux_layers"]
+
+    def scan(self) -> Iterator[Document]:
+        rows = read_index(self.directory / "index.jsonl")[0]
+        left = self.meta["documents"] - len(rows)
+        if left and not self.skip_damaged:
+            raise ValueError(
+                f"{self.directory} lacks {left} of {self.meta['documents']} documents; capture on, or skip them"
+            )
+        self.skipped["unfinished"] += left
+        yield from self.look_at(rows, lambda row: self.document(row["file"], row["input_ids"], row["loss_mask"]))
+
+
+class SpeculatorsFiles(LayerFiles):
+    """speculators 0.9: hidden_states/hs_{i}.safetensors, before the final norm; masks in an Arrow dataset beside them.
+
+    Without that dataset the masks come from an `index.jsonl` (input_ids, loss_mask) or from `masks`, by the token ids.
+    """
+
+    kind, sign = "speculators", "hidden_states/hs_*.safetensors"
+
+    @classmethod
+    def mark(cls, directory: Path) -> str | None:
+        return None if (directory / OwnCapture.sign).exists() else super().mark(directory)
+
+    def scan(self) -> Iterator[Document]:
+        if any(self.directory.glob("*.arrow")):
+            rows = enumerate(arrow_rows(self.directory))
+            yield from self.look_at(
+                rows, lambda pair: self.document(f"hidden_states/hs_{pair[0]}.safetensors", *pair[1])
+            )
+            return
+        masks = self.masks
+        if masks is None and (self.directory / "index.jsonl").is_file():
+            masks = read_masks(self.directory / "index.jsonl")
+        if masks is None:
+            raise ValueError(
+                f"{self.directory} holds no loss masks: put an index.jsonl beside the states, one line a conversation "
+                "with input_ids and loss_mask, or give the conversations they were captured from"
+            )
+        paths = sorted((x for x in self.directory.glob(self.sign) if x.is_file()), key=numbers_in)
+        yield from self.look_at(paths, partial(self.masked, masks))
+
+    def masked(self, masks: dict, path: Path) -> Document | str:
+        if being_written(path):
+            return "unfinished"
+        with naming(path):
+            layer_file_length(path, self.hidden_size)
+            with safe_open(path, "pt") as file:
+                tokens = file.get_tensor("token_ids")
+        mask = masks.get(token_key(tokens))
+        return "no mask" if mask is None else self.document(path.relative_to(self.directory).as_posix(), tokens, mask)
+
+
+class ConnectorFiles(SpeculatorsFiles):
+    """vLLM's extract_hidden_states connector alone: {request}.safetensors, and {request}.safetensors.lock beside it."""
+
+    kind, sign = "vLLM connector", "*.safetensors"
+
+    @classmethod
+    def mark(cls, directory: Path) -> str | None:
+        return None if (directory / AutoModelCache.sign).exists() else super().mark(directory)
+
+
+def layer_file_length(path: Path, hidden: int) -> int:
+    """S, from the header alone; ValueError: other tensors or shapes."""
+    with safe_open(path, "pt") as file:
+        held = shapes_in(file)
+    if missing := {"hidden_states", "token_ids"} - held.keys():
+        raise ValueError(f"it lacks {sorted(missing)} and holds {sorted(held)}")
+    states, tokens = held["hidden_states"], held["token_ids"]
+    if len(states) != 3 or states[1:] != [4, hidden]:
+        raise ValueError(f"hidden_states are {states}; wanted is [S, 4 layers, hidden size {hidden}]")
+    if tokens != states[:1] or not tokens[0]:
+        raise ValueError(f"hidden_states are {states} and token_ids {tokens}; one state a token is wanted")
+    return tokens[0]
+
+
+def shapes_in(file) -> dict[str, list[int]]:
+    return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+
+
+def read_layers(path: Path, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """features [S,3H], last [S,H] as stored and tokens [S], the first `length` of them."""
+    with safe_open(path, "pt") as file:  # memory-mapped: what is not asked for is not read
+        states, tokens = (file.get_slice(name)[:length] for name in ("hidden_states", "token_ids"))
+    return rearrange(states[:, :3], "s l h -> s (l h)"), states[:, 3], tokens.long()
+
+
+def being_written(path: Path) -> bool:
+    """Does a writer hold path.lock? vLLM leaves that file behind and holds a lock on it (flock) while it writes."""
+    try:
+        with open(f"{path}.lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def token_key(tokens: Tensor | list[int]) -> str:
+    """Names a conversation by its token ids."""
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()
+
+
+def masks_of(documents: Iterable[Document]) -> dict[str, Tensor]:
+    """Loss masks by `token_key`."""
+    return {token_key(document.tokens): document.loss_mask for document in documents}
+
+
+def read_masks(path) -> dict[str, list[int]]:
+    """The same out of a .jsonl file whose lines hold `input_ids` and `loss_mask`."""
+    return {token_key(x["input_ids"]): x["loss_mask"] for x in read_index(Path(path), ("input_ids", "loss_mask"))[0]}
+
+
+def arrow_rows(directory: Path) -> list[tuple[list, list]]:
+    try:
+        from datasets import load_from_disk
+    except ImportError:
+        raise ValueError(
+            f"{directory} keeps its loss masks in an Arrow dataset, which the package `datasets` reads; install it, or "
+            "put an index.jsonl with input_ids and loss_mask in place of the .arrow files"
+        ) from None
+    with naming(directory):
+        table = load_from_disk(str(directory)).with_format(None)
+        return list(zip(table["input_ids"], table["loss_mask"], strict=True))
+
+
+def read_index(path: Path, keys=("file", "input_ids", "loss_mask")) -> tuple[list[dict], int]:
+    """Rows of a .jsonl file and how many bytes they take; a torn last line is left out. ValueError: no such index."""
+    rows, used = [], 0
+    with naming(path):
+        for line in path.read_bytes().splitlines(keepends=True):
+            if not line.endswith(b"\n"):
+                break
+            row = json.loads(line)
+            if missing := [key for key in keys if key not in row]:
+                raise ValueError(f"line {len(rows) + 1} lacks {missing}")
+            rows.append(row)
+            used += len(line)
+    return rows, used
+
+
+def read_json(path: Path, keys) -> dict:
+    with naming(path, "copy it again"):
+        values = json.loads(path.read_text())
+        if missing := [key for key in keys if key not in values]:
+            raise ValueError(f"it lacks {missing}")
+        return values
+
+
+def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        raise ValueError(f"its ids span {tokens.min()}..{tokens.max()}; the target has 0..{vocab_size - 1}")
+    return tokens
+
+
+def numbers_in(path: Path) -> tuple:
+    """Sorts hs_2 before hs_10."""
+    return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path)))
+
+
+# ----------------------------------------------------------------------------------------------------------- SpecForge
+
+
+class SpecForgeFiles(Captured):
+    """SpecForge's rows_{a}-{b}/data_{i}.ckpt or .ckpt.gz: input_ids, loss_mask, aux_hidden_state [1,S,3H] and
+    hidden_state [1,S,H], the last, after the final norm.
+
+    The ids lie inside the files, so the first opening looks into all of them (the .gz ones are unpacked whole) and
+    keeps what it saw in specforge_index.jsonl; later openings read only files whose size or time changed.
+    """
+
+    kind, sign, index = "SpecForge", "rows_*/data_*.ckpt*", "specforge_index.jsonl"
+
+    def scan(self) -> Iterator[Document]:
+        paths = (x for x in self.directory.glob(self.sign) if x.name.endswith((".ckpt", ".ckpt.gz")))
+        known, seen = {}, []
+        with suppress(ValueError):  # made anew when it cannot be read
+            known = {row["file"]: row for row in read_index(self.directory / self.index)[0]}
+        for document in self.look_at(sorted(paths, key=numbers_in), partial(self.look, known)):
+            seen.append(known[document.source])
+            yield document
+        half = self.directory / f".{self.index}-{os.getpid()}"
+        with suppress(OSError):  # a directory that cannot be written is only slower to open
+            half.write_text("".join(json.dumps(row) + "\n" for row in seen))
+            half.replace(self.directory / self.index)
+
+    def look(self, known: dict, path: Path) -> Document:
+        with naming(path):
+            name, stat = path.relative_to(self.directory).as_posix(), path.stat()
+            stamp = [stat.st_size, stat.st_mtime_ns]
+            if name not in known or known[name].get("stamp") != stamp:
+                tokens, loss_mask, *_ = self.load(path)
+                row = {"input_ids": tokens.tolist(), "loss_mask": loss_mask.int().tolist()}
+                known[name] = {"file": name, "stamp": stamp} | row
+            tokens, loss_mask = (torch.tensor(known[name][key]) for key in ("input_ids", "loss_mask"))
+            return Document(check_tokens(tokens, self.vocab_size), loss_mask.bool(), name)
+
+    def load(self, path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """tokens [S], loss_mask [S], features [S,3H], last [S,H]; ValueError: other keys or shapes."""
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                held = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
+        else:
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        names = ("input_ids", "loss_mask", "aux_hidden_state", "hidden_state")
+        if missing := [name for name in names if name not in held]:
+            raise ValueError(f"it lacks {missing} and holds {sorted(held)}")
+        tokens, loss_mask, features, last = (held[name] for name in names)
+        tokens, loss_mask = tokens.flatten().long(), loss_mask.flatten().bool()
+        s, h = len(tokens), self.hidden_size
+        shapes = [tuple(x.shape) for x in (loss_mask, features, last)]
+        if shapes != [(s,), (1, s, 3 * h), (1, s, h)] or s == 0:
+            raise ValueError(
+                f"loss_mask, aux_hidden_state, hidden_state are {shapes} for {s} tokens and hidden size {h}"
+            )
+        return tokens, loss_mask, features[0], last[0]
+
+    def read(self, document: Document) -> tuple[Tensor, Tensor]:
+        tokens, _, features, last = self.load(self.directory / document.source)
+        n = len(document.tokens)
+        if not torch.equal(tokens[:n], document.tokens):
+            raise ValueError("its input_ids are not those that it had when the directory was opened")
+        return features[:n], last[:n]
+
+
+# ---------------------------------------------------------------------------------------------------- NeMo AutoModel
+
+
+class AutoModelCache(Captured):
+    """NeMo AutoModel's precompute_eagle3, format 2: padded rows in shards, with the teacher instead of last states.
+
+    Stored ids, loss mask, p and position_mask stand one place early: place t holds what belongs to token t+1, with the
+    features of token t. They move back by one, which leaves token 0 without an id (0 stands in), a mask and a p.
+    Nothing reads those: slot t is fed token t+1+s and learns about it, so token 0 only gives features.
+    position_mask is the loss mask where the argmax over all V is a draft id.
+
+    `last` of a token is [p over the draft ids, position_mask], W = Vd + 1, stored top-k or not.
+    """
+
+    kind, sign = "AutoModel", "manifest.json"
+    needs_ends = False
+    keys = ("format_version", "target_vocab_size", "num_samples", "shard_size", "aux_hidden_dim", "aux_layer_ids")
+
+    def declared_layers(self) -> list[int]:
+        path = self.directory / self.sign
+        meta = self.meta = read_json(path, (*self.keys, "selected_token_ids"))
+        if meta["format_version"] != 2:
+            raise ValueError(f"{path} says format_version {meta['format_version']}; version 2 is read")
+        hidden, vocab = meta["aux_hidden_dim"] // len(meta["aux_layer_ids"]), meta["target_vocab_size"]
+        if self.ends is not None and (hidden, vocab) != (self.hidden_size, self.vocab_size):
+            raise ValueError(
+                f"{path} is of a target of hidden size {hidden}, vocabulary {vocab}, not of {self.hidden_size}, "
+                f"{self.vocab_size}; give its target"
+            )
+        self.hidden_size, self.vocab_size = hidden, vocab
+        with naming(path):
+            self.draft_ids = torch.tensor(meta["selected_token_ids"])
+            check_draft_ids(self.draft_ids, vocab)
+        self.width = len(self.draft_ids) + 1
+        drafted = torch.zeros(vocab, dtype=torch.bool).index_fill(0, self.draft_ids, True)
+        self.undrafted = None if drafted.all() else int(drafted.int().argmin())  # some id that no draft says
+        return meta["aux_layer_ids"]
+
+    def scan(self) -> Iterator[Document]:
+        samples, size = self.meta["num_samples"], self.meta["shard_size"]
+        for shard, first in enumerate(range(0, samples, size)):
+            path = self.directory / f"shard-{shard:06d}.safetensors"
+            rows = min(size, samples - first)
+            try:
+                with naming(path):
+                    ids, learned, real = self.open_shard(path, rows)
+            except Damaged as error:
+                self.skip_or_raise(error)
+                continue
+            yield from self.look_at(range(rows), partial(self.row, path, ids, learned, real))
+
+    def open_shard(self, path: Path, rows: int) -> list[Tensor]:
+        """input_ids, loss_mask and attention_mask [n,S]; ValueError: other tensors or shapes."""
+        with safe_open(path, "pt") as file:
+            held = shapes_in(file)
+            names = ["input_ids", "loss_mask", "attention_mask", "position_mask", "aux_hidden_states"]
+            names += ["target_probs"] if "target_probs" in held else ["target_probs_values", "target_probs_indices"]
+            if missing := [name for name in names if name not in held]:
+                raise ValueError(f"it lacks {missing} and holds {sorted(held)}")
+            s = held["input_ids"][-1]
+            widths = [1, self.meta["aux_hidden_dim"], held[names[-1]][-1]]
+            wanted = [[rows, s]] * 3 + [[rows, s, width] for width in widths] + [held[names[-1]]] * (len(names) - 6)
+            if (
+                [held[name] for name in names] != wanted
+                or names[5] == "target_probs"
+                and widths[2] != len(self.draft_ids)
+            ):
+                raise ValueError(f"its tensors are {held}; the manifest says {rows} rows, features {widths[1]} wide")
+            return [file.get_tensor(name) for name in names[:3]]
+
+    def row(self, path: Path, ids: Tensor, learned: Tensor, real: Tensor, i: int) -> Document | str:
+        real, name = real[i].bool(), f"{path.name}[{i}]"
+        if not real.any():
+            return "empty"
+        with naming(self.directory / name):
+            if (real[1:] != real[:-1]).sum() > 2 - int(real[0]) - int(real[-1]):
+                raise ValueError("its attention_mask is no single stretch")
+            tokens = check_tokens(moved_back(ids[i])[real], self.vocab_size)
+            return Document(tokens, moved_back(learned[i]).bool()[real], name)
+
+    def read(self, document: Document) -> tuple[Tensor, Tensor]:
+        shard, i = re.fullmatch(r"(.*)\[(\d+)\]", document.source).groups()
+        at = slice(int(i), int(i) + 1)
+        with safe_open(self.directory / shard, "pt") as file:
+            row = {name: file.get_slice(name)[at][0] for name in shapes_in(file)}
+        real, n = row["attention_mask"].bool(), len(document.tokens)
+        p = row["target_probs"] if "target_probs" in row else self.dense(row)
+        payload = torch.cat([p, row["position_mask"].to(p.dtype)], dim=-1)
+        features, last = row["aux_hidden_states"][real][:n], moved_back(payload)[real][:n]
+        mass = last[document.loss_mask, :-1].float().sum(-1)
+        if (last < 0).any() or (mass - 1).abs().gt(0.1).any():  # bf16 and fp16 round each entry
+            raise ValueError(f"its target_probs sum to {mass.min():.3f}..{mass.max():.3f} at learned tokens, not to 1")
+        order = torch.tensor(self.meta["aux_layer_ids"]).argsort()
+        features = rearrange(features, "s (l h) -> s l h", h=self.hidden_size)[:, order]
+        return rearrange(features, "s l h -> s (l h)"), last
+
+    def dense(self, row: dict[str, Tensor]) -> Tensor:
+        values, indices = row["target_probs_values"], row["target_probs_indices"].long()
+        return values.new_zeros(len(values), len(self.draft_ids)).scatter_(-1, indices, values)
+
+    def head(self, last: Tensor) -> Tensor:
+        """last [m,Vd+1] -> logits [m,V] whose softmax over the draft ids is p, exactly 0 where p is, and whose argmax
+        is a draft id where position_mask is set alone."""
+        p, covered = last[:, :-1].float(), last[:, -1] > 0.5
+        logits = p.new_full((len(p), self.vocab_size), -torch.inf)
+        logits[:, self.draft_ids.to(p.device)] = p.log()
+        if self.undrafted is not None:
+            logits[:, self.undrafted] = torch.where(covered, -torch.inf, 1.0)  # log p stays below
+        return logits
+
+    @property
+    def embed_tokens(self) -> nn.Embedding:
+        if self.ends is not None:
+            return self.ends.embed_tokens
+        path = self.directory / "target_embeddings.safetensors"
+        with naming(path), safe_open(path, "pt") as file:
+            weight = file.get_tensor("weight")
+            if list(weight.shape) != [self.vocab_size, self.hidden_size]:
+                raise ValueError(f"weight is {list(weight.shape)}, wanted [{self.vocab_size}, {self.hidden_size}]")
+        return nn.Embedding.from_pretrained(weight)
+
+
+def moved_back(x: Tensor) -> Tensor:
+    """x [S,..]: what stands at place t goes to t+1; zeros at 0. With padding on the left nothing is lost."""
+    return torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+
+
+KINDS = (OwnCapture, AutoModelCache, SpecForgeFiles, SpeculatorsFiles, ConnectorFiles)
+
+# --------------------------------------------------------------------------------------------------- the target's ends
+
+LAYOUTS = (  # how checkpoints name the text model, and its head
+    ("model.", "lm_head."),
+    ("language_model.model.", "language_model.lm_head."),  # Kimi K3 and K2.5
+    ("model.language_model.", "lm_head."),
+)
+REQUIRED = ("hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps")
+
+
+class PlainConfig(SimpleNamespace):
+    """A config.json as it stands, for model types that transformers does not know."""
+
+    def to_dict(self) -> dict:
+        return copy.deepcopy(vars(self))
+
+
+class TargetEnds:
+    """Embedding, final norm and output head of a target, with the names that `Target` has for them.
+
+    All that training on captured states needs of a target whose layers do not fit.
+    """
+
+    def __init__(self, config: dict, embed: Tensor, norm: Tensor, head: Tensor, tokenizer, stop_token_ids: list[int]):
+        self.config, self.tokenizer, self.stop_token_ids = PlainConfig(**config), tokenizer, stop_token_ids
+        self.vocab_size, self.hidden_size = head.shape
+        self.device, self.dtype = head.device, head.dtype
+        self.embed_tokens = nn.Embedding.from_pretrained(embed)
+        self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False, device="meta").requires_grad_(False)
+        self.lm_head.weight = nn.Parameter(head, requires_grad=False)
+        self.final_norm = RMSNorm(self.hidden_size, self.config.rms_norm_eps).requires_grad_(False)
+        self.final_norm.weight = nn.Parameter(norm, requires_grad=False)
+
+    special_token_ids = Target.special_token_ids  # the same property, of the same names
+
+    @torch.no_grad()
+    def norm(self, hidden: Tensor) -> Tensor:
+        """The final norm of hidden [..,H], computed in float32, in hidden's dtype."""
+        return self.final_norm(hidden.to(self.device))
+
+    @torch.no_grad()
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [..,H] after the final norm -> logits [..,V]"""
+        return self.lm_head(hidden.to(self.dtype))
+
+
+def load_ends(path, device="cpu", dtype=None, trust_remote_code=False) -> TargetEnds:
+    """The ends of a local Hugging Face target: three tensors by name out of its safetensors, whatever its size.
+
+    dtype None: float32 on a CPU, else the checkpoint's. config.json is read as plain JSON, a nested text_config taken.
+    ValueError: no such directory, keys or tensors that are missing, other shapes than the config's, a damaged file.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        found = "has no config.json" if path.is_dir() else "is no directory"
+        raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
+    config = text_config(path)
+    tensors = read_ends(path, config)
+    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else tensors[0].dtype)
+    tokenizer = None
+    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        with naming(path, "is it whole, does it want trust_remote_code?"):
+            local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local)
+    generation = path / "generation_config.json"
+    stops = read_json(generation, ()).get("eos_token_id") if generation.is_file() else None
+    stops = config["eos_token_id"] if stops is None else stops
+    stops = [stops] if isinstance(stops, int) else list(stops or [])
+    return TargetEnds(config, *(x.to(device, dtype) for x in tensors), tokenizer, stops)
+
+
+def text_config(path: Path) -> dict:
+    outer = read_json(path / "config.json", ())
+    config = dict(outer.get("text_config") or outer)
+    if missing := [key for key in REQUIRED if config.get(key) is None]:
+        raise ValueError(f"{path / 'config.json'} lacks {', '.join(missing)}; copy the target's own")
+    for key in (
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "tie_word_embeddings",
+    ):  # often at the outer level alone
+        config[key] = outer.get(key) if config.get(key) is None else config[key]
+    return config
+
+
+def read_ends(path: Path, config: dict) -> tuple[Tensor, Tensor, Tensor]:
+    """Embedding [V,H], final norm [H], head [V,H]; the embedding again where they are tied."""
+    files = weight_files(path)
+    inner, outer = next((x for x in LAYOUTS if f"{x[0]}embed_tokens.weight" in files), LAYOUTS[0])
+    wanted = {f"{inner}embed_tokens.weight": 2, f"{inner}norm.weight": 1}
+    if not config["tie_word_embeddings"]:
+        wanted[f"{outer}weight"] = 2
+    if missing := [name for name in wanted if name not in files]:
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}; is it whole, does its config.json say tie_word_embeddings?"
+        )
+    found, sizes = [], [config["vocab_size"], config["hidden_size"]]
+    for name, dims in wanted.items():
+        with naming(files[name], "copy the target again"), safe_open(files[name], "pt") as file:
+            x = file.get_tensor(name)
+            if list(x.shape) != sizes[-dims:] or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; config.json says {sizes[-dims:]}, unquantised")
+            found.append(x)
+    return (*found, found[0])[:3]
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """The file that holds each tensor, by the index of a sharded checkpoint or by the headers of its files."""
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: path / file for name, file in read_json(index, ["weight_map"])["weight_map"].items()}
+    files = {}
+    for each in sorted(path.glob("*.safetensors")):
+        with naming(each, "copy the target again"), safe_open(each, "pt") as file:
+            files |= dict.fromkeys(shapes_in(file), each)
+    return files
+
+
+# ------------------------------------------------------------------------------------------------------ the vocabulary
+
+
+def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
+    """The target ids of a draft vocabulary [Vd], ascending, as trainers and drafts store them.
+
+    path: a file or the directory with SpecForge's vocab_mapping.pt, speculators' d2t.npy or d2t-{size}.npy (t2d
+    beside), AutoModel's manifest.json, or a draft's safetensors. d2t are offsets: target id = draft id + d2t[draft id].
+    ValueError: none or several of them, a d2t that is not one to one or does not fit its t2d or the vocabulary.
+    """
+    path = Path(path)
+    if path.is_dir():
+        names = ("vocab_mapping.pt", "d2t*.npy", "manifest.json", "*.safetensors")
+        found = [x for name in names for x in sorted(path.glob(name))]
+        found = [x for x in found if x.suffix != ".safetensors" or holds(x, "d2t")]
+        if len(found) != 1:
+            said = ", ".join(x.name for x in found) or f"none of {', '.join(names)}"
+            raise ValueError(f"{path} has {said}; one vocabulary map is wanted, name its file")
+        path = found[0]
+    with naming(path, "make the map again"):
+        ids, t2d = read_map(path)
+        check_draft_ids(ids, vocab_size)
+        if t2d is not None:
+            t2d = t2d.bool()
+            if t2d.shape != (vocab_size,) or not t2d[ids].all() or t2d.sum() != len(ids):
+                raise ValueError(
+                    f"t2d is {list(t2d.shape)} and marks {int(t2d.sum())} ids, d2t gives {len(ids)} of {vocab_size}, "
+                    f"{int(t2d[ids[ids < len(t2d)]].sum())} of them marked"
+                )
+    return ids.sort().values
+
+
+def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
+    """Target ids [Vd] and, where there is one, t2d [V]."""
+    if path.suffix == ".json":
+        return torch.tensor(json.loads(path.read_text())["selected_token_ids"]), None
+    if path.suffix == ".npy":
+        beside = path.with_name(path.name.replace("d2t", "t2d"))
+        held = {x.name[:3]: torch.from_numpy(np.load(x)) for x in (path, beside) if x.is_file()}
+    elif path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            held = {name: file.get_tensor(name) for name in ("d2t", "t2d") if name in shapes_in(file)}
+    else:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    if "d2t" not in held or held["d2t"].ndim != 1:
+        raise ValueError(f"it has no row of offsets d2t, but {sorted(held)}")
+    return held["d2t"].long() + torch.arange(len(held["d2t"])), held.get("t2d")
+
+
+def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
+    distinct = ids.unique().numel()
+    if not 0 < distinct == len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+        span = f"{ids.min()}..{ids.max()}" if len(ids) else "nothing"
+        raise ValueError(
+            f"its {len(ids)} draft ids, {distinct} distinct, span {span}; the vocabulary is {vocab_size} wide"
+        )
+
+
+def holds(path: Path, name: str) -> bool:
+    with naming(path, "copy it again"), safe_open(path, "pt") as file:
+        return name in shapes_in(file)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+CAPTURE_VERSION = 1
+CAPTURE_KEYS = ("version", "last_hidden", "aux_layers", "hidden_size", "vocab_size", "documents")
+CHUNK_TOKENS = 16384  # captured together
+
+
+def write_capture(out, target: Target, documents: list[Document], dtype=torch.bfloat16, note: str = "") -> None:
+    """Capture all documents into the directory `out`, in float32 or bf16; goes on where a killed call stopped.
+
+    hidden_states/hs_{i}.safetensors in the layout of speculators but for the last layer, which is stored as training
+    reads it, after the final norm (capture.json says so); index.jsonl gets a conversation's line once its file is
+    whole. Interrupted or not, the bytes are the same.
+    ValueError: the disk is too small (before anything is written), `out` holds anything but the same capture.
+    """
+    out = Path(out)
+    done = check_out(out, meta := describe(target, documents, dtype, note))
+    lengths = [len(d.tokens) for d in documents]
+    check_space(out, lengths, done, bytes_per_token(target.hidden_size, dtype))
+    out.mkdir(parents=True, exist_ok=True)
+    replace_with(out / "capture.json", lambda half: half.write_text(json.dumps(meta, indent=1) + "\n"))
+    (out / "hidden_states").mkdir(exist_ok=True)
+    with (out / "index.jsonl").open("a") as index, tqdm(total=sum(lengths), desc="capturing", unit="token") as bar:
+        bar.update(sum(lengths[:done]))
+        for chunk in chunks(lengths):
+            if chunk[-1] < done:
+                continue
+            # whole chunks, also after an interruption: the same batches give the same bits
+            captured = target.capture([documents[i].tokens for i in chunk])
+            for i, states in zip(chunk, captured, strict=True):
+                if i >= done:
+                    write_document(out, index, f"hidden_states/hs_{i}.safetensors", documents[i], states, dtype)
+                    bar.update(lengths[i])
+
+
+def write_document(out: Path, index, name: str, document: Document, states, dtype) -> None:
+    features, last = (x.to("cpu", dtype) for x in states)
+    hidden = torch.cat([rearrange(features, "s (l h) -> s l h", l=3), last[:, None]], dim=1)
+    tensors = {"hidden_states": hidden, "token_ids": document.tokens.cpu()}
+    replace_with(out / name, lambda half: save_file(tensors, half, metadata={"last_hidden": "after_norm"}))
+    row = {"file": name, "input_ids": document.tokens.tolist(), "loss_mask": document.loss_mask.int().tolist()}
+    index.write(json.dumps(row) + "\n")
+    index.flush()
+
+
+def describe(target: Target, documents: list[Document], dtype, note: str) -> dict:
+    """capture.json: what a directory holds, and by digests of what."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"states are stored in float32 or bfloat16, not in {dtype}")
+    if not documents:
+        raise ValueError("there are no documents to capture")
+    texts, weights = hashlib.sha256(), hashlib.sha256()
+    for d in documents:
+        texts.update(f"{token_key(d.tokens)} {token_key(d.loss_mask)}\n".encode())
+    for name, x in target.model.named_parameters():  # a few numbers of each tell fine-tuned weights apart
+        weights.update(f"{name} {list(x.shape)} {x.detach().flatten()[:8].float().tolist()}\n".encode())
+    return {
+        "version": CAPTURE_VERSION,
+        "note": note,
+        "target": target.config.model_type,
+        "target_digest": weights.hexdigest(),
+        "documents": len(documents),
+        "documents_digest": texts.hexdigest(),
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "aux_layers": list(target.aux_layers),
+        "dtype": str(dtype).removeprefix("torch."),
+        "last_hidden": "after_norm",
+    }
+
+
+def check_out(out: Path, meta: dict) -> int:
+    """How many documents of this very capture `out` holds already, cutting off what an interruption left half done."""
+    if not out.exists() or all(x.suffix == ".part" for x in out.iterdir()):
+        return 0
+    if not (out / "capture.json").is_file():
+        raise ValueError(f"{out} exists and holds no capture; name another directory, or remove it")
+    held = read_json(out / "capture.json", CAPTURE_KEYS)
+    if other := [key for key in meta if key != "note" and held.get(key) != meta[key]]:
+        said = ", ".join(f"{key} {held.get(key)!r}, not {meta[key]!r}" for key in other)
+        raise ValueError(f"{out} holds another capture ({said}); name another directory, or remove it")
+    index = out / "index.jsonl"
+    if not index.exists():
+        return 0
+    rows, used = read_index(index)
+    os.truncate(index, used)
+    return len(rows)
+
+
+def check_space(out: Path, lengths: list[int], done: int, per_token: int) -> None:
+    left = per_token * sum(lengths[done:])
+    parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    print(
+        f"capture: {sum(lengths):,} tokens of {per_token:,} bytes, {per_token * sum(lengths) / 1e9:,.2f} GB in {out}; "
+        f"{left / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free"
+    )
+    if left > free:
+        raise ValueError(
+            f"{left / 1e9:,.2f} GB do not fit into the {free / 1e9:,.2f} GB left at {parent}; free some first"
+        )
+
+
+def bytes_per_token(hidden: int, dtype) -> int:
+    return 4 * hidden * dtype.itemsize + torch.long.itemsize
+
+
+def chunks(lengths: list[int]) -> Iterator[list[int]]:
+    """Consecutive indices of CHUNK_TOKENS at most, or of one document: they depend on the documents alone."""
+    chunk = []
+    for i, length in enumerate(lengths):
+        if chunk and sum(lengths[j] for j in chunk) + length > CHUNK_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    yield chunk
+
+
+def replace_with(path: Path, write) -> None:
+    """write(a temporary name beside path), then rename: whole or absent."""
+    half = path.with_name(path.name + ".part")
+    write(half)
+    os.replace(half, path)
+
+
+# ------------------------------------------------------------------------------------- while training: ahead, and after
+
+
+def prefetched(iterable: Iterable, depth: int = 2) -> Iterator:
+    """The items of `iterable` in order, made by a thread up to `depth` ahead of the consumer.
+
+    What it raises is raised here. The thread ends with the consumer: when that stops early, an `iterable.stop()` is
+    called if there is one, so that a source that waits for files wakes up.
+    """
+    ready, stopped, end = queue.Queue(depth), threading.Event(), object()
+
+    def put(item, error=None) -> bool:
+        while not stopped.is_set():
+            with suppress(queue.Full):
+                ready.put((item, error), timeout=0.1)
+                return True
+        return False
+
+    def fill():
+        try:
+            for item in iterable:
+                if not put(item):
+                    return
+            put(end)
+        except BaseException as error:
+            put(end, error)
+
+    thread = threading.Thread(target=fill, name="prefetched", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            yield item
+    finally:
+        stopped.set()
+        if hasattr(iterable, "stop"):
+            iterable.stop()
+        thread.join()
+
+
+class Follower:
+    """(document, features [S,3H], last [S,H]) of the files that a running vLLM (extract_hidden_states) leaves in a
+    directory: oldest first, each deleted once `done(document)` says that it was used.
+
+    Takes files that no writer holds locked and that read whole. One that stays damaged and unchanged for `patience`
+    looks is renamed .bad; one whose tokens have no mask in `masks` (`masks_of` the conversations sent) is deleted. Both
+    are counted in `skipped`. Ends once the file `stop_name` exists and none of its files is left; ranks share the files
+    by name. Above `max_bytes` in all rank 0 says so once and makes a file PAUSE, which whoever sends requests must
+    heed, and removes it below half.
+    """
+
+    def __init__(
+        self,
+        directory,
+        ends,
+        masks: dict,
+        *,
+        stop_name="STOP",
+        poll_s=1.0,
+        rank=0,
+        world=1,
+        max_bytes=None,
+        patience=10,
+    ):
+        self.directory, self.ends, self.masks = Path(directory), ends, masks
+        if not self.directory.is_dir():
+            raise ValueError(f"{directory} is no directory; make it before vLLM writes there")
+        self.stop_name, self.poll_s, self.rank, self.world = stop_name, poll_s, rank, world
+        self.max_bytes, self.patience = max_bytes, patience
+        self.skipped, self.damaged = Counter(), {}  # path: (looks, time and size it had)
+        self.taken, self.waiting = set(), []
+        self.warned, self.stopped = False, threading.Event()
+
+    def __iter__(self) -> "Follower":
+        return self
+
+    def __next__(self) -> tuple[Document, Tensor, Tensor]:
+        while not self.stopped.is_set():
+            while self.waiting:
+                if (item := self.take(self.waiting.pop(0))) is not None:
+                    return item
+            at_end = (self.directory / self.stop_name).exists()  # before the look: a file may come between
+            self.waiting = self.look()
+            if at_end and not self.waiting:
+                break
+            if not any(not being_written(path) and path not in self.damaged for path in self.waiting):
+                self.stopped.wait(self.poll_s)
+        raise StopIteration
+
+    def done(self, document: Document) -> None:
+        """Deletes the document's file."""
+        path = Path(document.source)
+        self.remove(path)
+        self.taken.discard(path)
+
+    def stop(self) -> None:
+        """Ends the iteration, from any thread; files that are left stay."""
+        self.stopped.set()
+
+    def look(self) -> list[Path]:
+        """This rank's files that were not taken yet, the oldest first."""
+        files, used = [], 0
+        for path in self.directory.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another rank was done with it
+                stat = path.stat()
+                used += stat.st_size
+                if self.is_mine(path) and path not in self.taken:
+                    files.append((stat.st_mtime_ns, path.name, path))
+        if self.max_bytes is not None and self.rank == 0:
+            self.bound(used)
+        return [path for *_, path in sorted(files)]
+
+    def is_mine(self, path: Path) -> bool:
+        return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % self.world == self.rank
+
+    def bound(self, used: int) -> None:
+        pause = self.directory / "PAUSE"
+        if used > self.max_bytes:
+            if not self.warned:
+                print(f"warning: {used / 1e9:,.2f} GB wait in {self.directory}, more than {self.max_bytes / 1e9:,.2f}")
+            self.warned = True
+            pause.touch()
+        elif used < self.max_bytes / 2:
+            pause.unlink(missing_ok=True)
+
+    def take(self, path: Path) -> tuple[Document, Tensor, Tensor] | None:
+        if being_written(path) or not path.exists():
+            return None
+        try:
+            with naming(path):
+                layer_file_length(path, self.ends.hidden_size)
+                features, last, tokens = read_layers(path)
+                check_tokens(tokens, self.ends.vocab_size)
+                last = self.ends.norm(last)
+                if not (features.isfinite().all() and last.isfinite().all()):
+                    raise ValueError("its states hold NaN or Inf")
+        except Damaged:
+            self.doubt(path)
+            return None
+        self.damaged.pop(path, None)
+        mask = self.masks.get(token_key(tokens))
+        if mask is None:
+            self.skipped["no mask"] += 1
+            self.remove(path)
+            return None
+        self.taken.add(path)
+        return Document(tokens, torch.as_tensor(mask).bool(), str(path)), features, last
+
+    def doubt(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            stamp = stat.st_mtime_ns, stat.st_size
+            looks, before = self.damaged.get(path, (0, stamp))
+            self.damaged[path] = (looks + 1 if stamp == before else 1, stamp)
+            if self.damaged[path][0] >= self.patience:
+                path.rename(f"{path}.bad")
+                self.skipped["damaged"] += 1
+                del self.damaged[path]
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        Path(f"{path}.lock").unlink(missing_ok=True)

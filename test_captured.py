@@ -1,0 +1,736 @@
+"""Captured hidden states: every layout read back to the same batch, damage, writing, following, the target's ends.
+
+The batch that all are held to is made from the running target, as training without files makes it.
+"""
+
+import fcntl
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file, save_file
+
+import captured as captured_module
+from captured import (
+    Follower,
+    draft_vocabulary_map,
+    load_ends,
+    masks_of,
+    open_captured,
+    prefetched,
+    token_key,
+    write_capture,
+)
+from data import Document
+from draft_deepseek import build_rows
+from target import byte_tokenizer, load_target
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+H, V, AUX = 24, 262, (1, 2, 3)
+DRAFT_IDS = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:150].sort().values
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A random DeepSeek-V3 of seven layers, saved in several files, whose final norm is not one."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": V, "hidden_size": H, "intermediate_size": 40, "num_attention_heads": 2, "q_lora_rank": 8}
+    sizes |= {
+        "num_key_value_heads": 2,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    }
+    sizes |= {"num_hidden_layers": 7, "first_k_dense_replace": 7, "tie_word_embeddings": False}
+    model = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**sizes, rope_theta=1e4, pad_token_id=None)
+    )
+    with torch.no_grad():
+        model.model.norm.weight.normal_(1, 0.5)
+        model.lm_head.weight.normal_(0, 1)
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.normal_(0, 0.5)
+    path = tmp_path_factory.mktemp("target")
+    model.save_pretrained(path, max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(home):
+    return load_target(home)
+
+
+@pytest.fixture(scope="module")
+def ends(home):
+    return load_ends(home)
+
+
+@pytest.fixture(scope="module")
+def documents():
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for i, length in enumerate([9, 17, 2, 12, 5]):
+        loss_mask = torch.rand(length, generator=generator) < 0.6
+        loss_mask[-1] = i < 4  # one ends in a prompt
+        made.append(Document(torch.randint(V, (length,), generator=generator), loss_mask, str(i)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def states(target, documents):
+    return target.capture([d.tokens for d in documents])
+
+
+@pytest.fixture(scope="module")
+def raw_last(target, documents):
+    """The last layer's output before the final norm, from a hook on it."""
+    found = []
+    handle = target.layers[-1].register_forward_hook(lambda module, args, out: found.append(out[0].detach()))
+    for d in documents:
+        target.states(d.tokens[None])
+    handle.remove()
+    return found
+
+
+def batch(documents, states, head, draft_ids=DRAFT_IDS):
+    """Documents in rows of two, as build_rows makes them from unshifted tensors."""
+    rows, t = [(0, 1), (2, 3), (4,)], 30
+    out = {}
+    for r, row in enumerate(rows):
+        begin = 0
+        for number, i in enumerate(row):
+            n = len(documents[i].tokens)
+            values = {"tokens": documents[i].tokens, "document": torch.full((n,), number), "position": torch.arange(n)}
+            values |= {"loss_mask": documents[i].loss_mask, "features": states[i][0], "last_hidden": states[i][1]}
+            for name, x in values.items():
+                fill = -1 if name == "document" else 0
+                out.setdefault(name, torch.full((len(rows), t, *x.shape[1:]), fill, dtype=x.dtype))
+                out[name][r, begin : begin + n] = x
+            begin += n
+    return build_rows(draft_ids, **out, head=head, steps=4)
+
+
+@pytest.fixture(scope="module")
+def online(documents, states, target):
+    rows = batch(documents, states, target.head)
+    supervised, valid = rows.teacher_index >= 0, rows.valid
+    assert supervised.any() and (valid & ~supervised).any()  # some argmax lies outside the draft vocabulary
+    return rows
+
+
+def check_equal(rows, expected):
+    for name in ("document", "position", "anchors", "teacher_index", "valid", "denominators"):
+        assert torch.equal(getattr(rows, name), getattr(expected, name)), name
+    fed = expected.position > 0  # a document's first token is fed nowhere
+    assert torch.equal(rows.tokens[fed], expected.tokens[fed])
+    torch.testing.assert_close(rows.features.float(), expected.features, atol=1e-6, rtol=0)
+    learned = expected.teacher_index[expected.teacher_index >= 0].unique()
+    assert len(learned) > 3
+    taught = torch.zeros(expected.teacher.shape[:2], dtype=torch.bool)
+    for r in range(len(taught)):
+        taught[r, expected.teacher_index[:, r][expected.teacher_index[:, r] >= 0]] = True
+    torch.testing.assert_close(rows.teacher[taught], expected.teacher[taught], atol=1e-6, rtol=0)
+
+
+# ----------------------------------------------------------------------------- what other tools write, made from states
+
+
+def four_layers(features, last):
+    return torch.cat([features.view(len(features), 3, H), last[:, None]], 1).contiguous()
+
+
+def save_layers(path, document, features, last):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"hidden_states": four_layers(features, last), "token_ids": document.tokens}, path)
+
+
+def write_index(path, documents):
+    rows = [{"input_ids": d.tokens.tolist(), "loss_mask": d.loss_mask.int().tolist()} for d in documents]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def speculators(folder, documents, states, raw_last):
+    for i, (d, (features, _), last) in enumerate(zip(documents, states, raw_last, strict=True)):
+        save_layers(folder / f"hidden_states/hs_{i}.safetensors", d, features, last)
+    write_index(folder / "index.jsonl", documents)
+
+
+def connector(folder, documents, states, raw_last):
+    for i, (d, (features, _), last) in enumerate(zip(documents, states, raw_last, strict=True)):
+        save_layers(folder / f"cmpl-{i}.safetensors", d, features, last)
+        (folder / f"cmpl-{i}.safetensors.lock").touch()  # vLLM leaves it behind
+    write_index(folder / "index.jsonl", documents)
+
+
+def specforge(folder, documents, states, suffix):
+    for i, (d, (features, last)) in enumerate(zip(documents, states, strict=True)):
+        path = folder / f"rows_{i // 2 * 2}-{i // 2 * 2 + 2}" / f"data_{i}.ckpt{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = {"input_ids": d.tokens, "loss_mask": d.loss_mask.long()}
+        held |= {"hidden_state": last[None], "aux_hidden_state": features[None]}
+        with (gzip.open if suffix else open)(path, "wb") as file:
+            torch.save(held, file)
+
+
+def automodel(folder, documents, states, target, topk=0, left=False, draft_ids=DRAFT_IDS, shard_size=3):
+    """The producer's own recipe: pad, then move ids, masks and logits left by one with zeros behind, features not."""
+    size, samples = 17, []  # the longest fills its row
+
+    def pad(x):
+        n = size - len(x)
+        return F.pad(x, (0,) * (2 * x.ndim - 2) + ((n, 0) if left else (0, n)))
+
+    def left_by_one(x):
+        return torch.cat([x[1:], torch.zeros_like(x[:1])])
+
+    for d, (features, last) in zip(documents, states, strict=True):
+        ids, mask = left_by_one(pad(d.tokens)), left_by_one(pad(d.loss_mask.long()))
+        logits = left_by_one(pad(target.head(last)))
+        row = {"input_ids": ids, "attention_mask": pad(torch.ones(len(d.tokens), dtype=torch.long)), "loss_mask": mask}
+        row["aux_hidden_states"] = pad(features)
+        row["position_mask"] = (torch.isin(logits.argmax(-1), draft_ids) & mask.bool())[:, None]
+        p = logits[:, draft_ids].float().softmax(-1)
+        if topk:
+            values, indices = p.topk(topk)
+            row["target_probs_values"] = values / values.sum(-1, keepdim=True)
+            row["target_probs_indices"] = indices.int()
+        else:
+            row["target_probs"] = p
+        samples.append(row)
+    for i in range(0, len(samples), shard_size):
+        shard = {name: torch.stack([row[name] for row in samples[i : i + shard_size]]) for name in samples[0]}
+        save_file(shard, folder / f"shard-{i // shard_size:06d}.safetensors")
+    save_file({"weight": target.embed_tokens.weight.data}, folder / "target_embeddings.safetensors")
+    manifest = {"format_version": 2, "target_model": "m", "target_vocab_size": V, "draft_vocab_size": len(draft_ids)}
+    manifest |= {"seq_length": size, "dtype": "fp32", "num_samples": len(samples), "shard_size": shard_size}
+    manifest |= {"target_probs_topk": topk, "aux_hidden_dim": 3 * H, "aux_layer_ids": list(AUX)}
+    manifest |= {"selected_token_ids": draft_ids.tolist()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+LAYOUTS = ["own", "speculators", "arrow", "connector", "specforge", "specforge.gz", "automodel", "automodel-left"]
+
+
+@pytest.fixture
+def layout(tmp_path, monkeypatch, documents, states, raw_last, target):
+    """Makes a directory of the given layout, without touching disk twice."""
+
+    def make(kind):
+        folder = tmp_path / kind
+        folder.mkdir()
+        if kind == "own":
+            write_capture(folder, target, documents, torch.float32)
+        elif kind == "speculators":
+            speculators(folder, documents, states, raw_last)
+        elif kind == "arrow":
+            speculators(folder, documents, states, raw_last)
+            (folder / "index.jsonl").rename(folder / "data-00000.arrow")
+            rows = {
+                "input_ids": [d.tokens.tolist() for d in documents],
+                "loss_mask": [d.loss_mask.int() for d in documents],
+            }
+            table = types.SimpleNamespace(with_format=lambda kind: rows)
+            monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_from_disk=lambda path: table))
+        elif kind == "connector":
+            connector(folder, documents, states, raw_last)
+        elif kind.startswith("specforge"):
+            specforge(folder, documents, states, kind.removeprefix("specforge"))
+        else:
+            automodel(folder, documents, states, target, left=kind == "automodel-left")
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_every_layout_gives_the_batch_that_the_running_target_gives(layout, kind, documents, ends, online, target):
+    captured = open_captured(layout(kind), ends)
+    assert len(captured.documents) == len(documents) and captured.aux_layers == AUX and not +captured.skipped
+    for held, d in zip(captured.documents, documents, strict=True):
+        assert torch.equal(held.tokens[1:], d.tokens[1:]) and torch.equal(held.loss_mask[1:], d.loss_mask[1:])
+    states = captured.states(captured.documents)
+    assert all(last.shape == (len(d.tokens), captured.width) for d, (_, last) in zip(documents, states, strict=True))
+    check_equal(batch(captured.documents, states, captured.head), online)
+    assert torch.equal(captured.embed_tokens.weight, target.embed_tokens.weight)
+    cut = [d._replace(tokens=d.tokens[:7], loss_mask=d.loss_mask[:7]) for d in captured.documents]
+    for part, whole in zip(captured.states(cut), states, strict=True):  # a document cut to a row
+        assert torch.equal(part[0], whole[0][:7]) and torch.equal(part[1], whole[1][:7])
+
+
+@pytest.mark.parametrize(
+    "ids", [DRAFT_IDS, DRAFT_IDS.flip(0), torch.arange(V)], ids=["ascending", "descending", "full"]
+)
+def test_an_automodel_cache_needs_no_target_and_binds_the_draft_vocabulary(tmp_path, documents, states, target, ids):
+    automodel(tmp_path, documents, states, target, draft_ids=ids)
+    captured = open_captured(tmp_path)
+    assert torch.equal(captured.draft_ids, ids) and captured.width == len(ids) + 1
+    assert torch.equal(captured.embed_tokens.weight, target.embed_tokens.weight)
+    rows = batch(captured.documents, captured.states(captured.documents), captured.head, ids)
+    check_equal(rows, batch(documents, states, target.head, ids))
+
+
+def test_a_topk_cache_is_the_renormalised_top_k_and_exactly_zero_elsewhere(tmp_path, documents, states, target, online):
+    automodel(tmp_path, documents, states, target, topk=5)
+    captured = open_captured(tmp_path)
+    rows = batch(captured.documents, captured.states(captured.documents), captured.head)
+    assert torch.equal(rows.teacher_index, online.teacher_index) and torch.equal(rows.valid, online.valid)
+    top, at = online.teacher.topk(5)
+    expected = torch.zeros_like(online.teacher).scatter(-1, at, top / top.sum(-1, keepdim=True).clamp(min=1e-9))
+    for r in range(len(rows.teacher)):
+        learned = online.teacher_index[:, r][online.teacher_index[:, r] >= 0].unique()
+        torch.testing.assert_close(rows.teacher[r, learned], expected[r, learned], atol=1e-6, rtol=0)
+        assert ((rows.teacher[r, learned] == 0).sum(-1) == len(DRAFT_IDS) - 5).all()
+
+
+# --------------------------------------------------------------------------------------------- what is refused, and how
+
+
+def test_the_kind_is_never_guessed(tmp_path, ends, documents, states, raw_last, target):
+    with pytest.raises(ValueError, match="no mark of any"):
+        open_captured(tmp_path, ends)
+    with pytest.raises(ValueError, match="is no directory"):
+        open_captured(tmp_path / "none", ends)
+    connector(tmp_path, documents, states, raw_last)
+    with pytest.raises(ValueError, match="holds no output head"):
+        open_captured(tmp_path)
+    specforge(tmp_path, documents, states, "")
+    with pytest.raises(ValueError, match=r"rows_.*SpecForge.*vLLM connector"):
+        open_captured(tmp_path, ends)
+
+
+def test_other_layers_are_named_in_both_numberings(layout, ends):
+    for kind in ("own", "automodel"):
+        folder = layout(kind)
+        said = r"layers \[1, 2, 3\] by output, \[2, 3, 4\] by input; wanted are \[0, 2, 4\] by output, \[1, 3, 5\]"
+        with pytest.raises(ValueError, match=said):
+            open_captured(folder, ends, [4, 0, 2])
+
+
+def test_layers_in_another_order_are_put_in_ascending_order(tmp_path, documents, states, target, online, ends):
+    mixed = [(features.view(-1, 3, H)[:, [2, 0, 1]].flatten(1), last) for features, last in states]
+    automodel(tmp_path, documents, mixed, target)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"aux_layer_ids": [3, 1, 2]}))
+    captured = open_captured(tmp_path, ends)
+    check_equal(batch(captured.documents, captured.states(captured.documents), captured.head), online)
+
+
+def some_file(folder):
+    return next(x for x in sorted(folder.rglob("*")) if x.name.endswith(("1.safetensors", "1.ckpt", "1.ckpt.gz")))
+
+
+def rewrite(path, change):
+    """The tensors of a file of any layout, changed."""
+    if path.suffix == ".safetensors":
+        return save_file({k: x.contiguous() for k, x in change(load_file(path)).items()}, path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rb") as file:
+        held = torch.load(file, weights_only=True)
+    with opened(path, "wb") as file:
+        torch.save(change(held), file)
+
+
+def not_finite(held):
+    name = next(k for k in ("hidden_states", "hidden_state", "target_probs") if k in held)
+    held[name].view(-1)[:: held[name][0].numel() // 2 + 1] = float("nan")  # in every row
+    return held
+
+
+def narrower(held):
+    name = next(k for k in ("hidden_states", "hidden_state", "aux_hidden_states") if k in held)
+    return held | {name: held[name][..., :-1].contiguous()}
+
+
+def fewer_tokens(held):
+    name = next(k for k in ("token_ids", "loss_mask") if k in held)
+    return held | {name: held[name][..., :-1].contiguous()}
+
+
+FAULTS = {
+    "one byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "empty": lambda path: os.truncate(path, 0),
+    "random bytes": lambda path: path.write_bytes(random.Random(0).randbytes(3000)),
+    "missing": Path.unlink,
+    "foreign": lambda path: rewrite(path, lambda held: {"weight": torch.zeros(3)}),
+    "not finite": lambda path: rewrite(path, not_finite),
+    "narrower": lambda path: rewrite(path, narrower),
+    "fewer tokens": lambda path: rewrite(path, fewer_tokens),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["own", "speculators", "connector", "specforge", "specforge.gz", "automodel"])
+def test_a_damaged_file_is_named_or_skipped_and_counted(layout, ends, documents, kind, fault):
+    folder = layout(kind)
+    FAULTS[fault](path := some_file(folder))
+    listed = kind in ("own", "automodel")  # the others do not say how many there should be
+    if fault == "missing" and not listed:
+        return
+
+    def read(**options):
+        captured = open_captured(folder, ends, **options)
+        return captured, captured.states(captured.documents)
+
+    with pytest.raises(ValueError) as stopped:
+        read()
+    assert path.name in str(stopped.value) and "\n" not in str(stopped.value)
+    captured, states = read(skip_damaged=True)
+    shard = kind == "automodel"  # its second shard holds two documents
+    in_shard = 2 if shard and fault == "not finite" else 1
+    assert captured.skipped["damaged"] == in_shard
+    assert sum(x is not None for x in states) == len(documents) - (2 if shard else 1)
+
+
+def test_ids_that_are_not_the_listed_ones_are_found(layout, ends):
+    folder = layout("own")
+    rewrite(some_file(folder), lambda held: held | {"token_ids": held["token_ids"].flip(0)})
+    captured = open_captured(folder, ends)
+    with pytest.raises(ValueError, match="hs_1.*not those of the conversation"):
+        captured.states(captured.documents)
+
+
+def test_masks_of_vllms_files_come_from_the_conversations(layout, ends, documents, online):
+    folder = layout("connector")
+    (folder / "index.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"holds no loss masks: put an index\.jsonl"):
+        open_captured(folder, ends)
+    captured = open_captured(folder, ends, masks=masks_of(documents))
+    check_equal(batch(captured.documents, captured.states(captured.documents), captured.head), online)
+    assert len(open_captured(folder, ends, masks=masks_of(documents[:2])).documents) == 2
+    with (folder / "cmpl-1.safetensors.lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        captured = open_captured(folder, ends, masks=masks_of(documents[:3]))
+    assert captured.skipped == {"unfinished": 1, "no mask": 2} and len(captured.documents) == 2
+
+
+def test_an_arrow_dataset_names_the_package_that_reads_it(layout, ends, monkeypatch):
+    folder = layout("arrow")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="`datasets`"):
+        open_captured(folder, ends)
+
+
+def test_specforge_files_are_looked_into_once(layout, ends, monkeypatch, online):
+    folder, looks = layout("specforge.gz"), []
+    real = captured_module.SpecForgeFiles.load
+    monkeypatch.setattr(
+        captured_module.SpecForgeFiles, "load", lambda self, path: looks.append(path) or real(self, path)
+    )
+    open_captured(folder, ends)
+    assert len(looks) == 5
+    rewrite(some_file(folder), lambda held: held | {"loss_mask": 1 - held["loss_mask"]})
+    captured = open_captured(folder, ends)
+    assert looks[5:] == [some_file(folder)]
+    check_equal_masks = [d.loss_mask.int().tolist() for d in captured.documents]
+    assert check_equal_masks == [d.loss_mask.int().tolist() for d in open_captured(folder, ends).documents]
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def contents(folder):
+    return {x.relative_to(folder).as_posix(): x.read_bytes() for x in sorted(folder.rglob("*")) if x.is_file()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_capture_killed_anywhere_resumes_to_the_same_bytes(tmp_path, target, documents, dtype, monkeypatch, capsys):
+    monkeypatch.setattr(captured_module, "CHUNK_TOKENS", 20)  # chunks of two
+    write_capture(tmp_path / "whole", target, documents, dtype)
+    assert f"45 tokens of {4 * H * dtype.itemsize + 8} bytes" in capsys.readouterr().out
+    whole, replaced = contents(tmp_path / "whole"), os.replace
+    assert len(whole) == 7 and not any(name.endswith(".part") for name in whole)
+    for stop in range(6):  # before each rename, and with the file's line torn
+        out, left = tmp_path / f"cut-{stop}", [stop]
+
+        def killed(half, path, left=left):
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            replaced(half, path)
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(captured_module.os, "replace", killed)
+            write_capture(out, target, documents, dtype)
+        if stop > 1:
+            os.truncate(out / "index.jsonl", (out / "index.jsonl").stat().st_size - 3)
+        write_capture(out, target, documents, dtype)
+        assert contents(out) == whole, stop
+
+
+KILLED = """
+import os, sys, torch, captured, data, target
+renames, replace = [], os.replace
+
+def replace_or_die(half, path):
+    renames.append(path)
+    if len(renames) == 40:
+        os.kill(os.getpid(), 9)
+    replace(half, path)
+
+os.replace = replace_or_die
+documents = [data.Document(*x) for x in torch.load(sys.argv[1])]
+captured.write_capture(sys.argv[2], target.load_target(sys.argv[3]), documents, torch.float32)
+"""
+
+
+def test_a_killed_process_leaves_a_directory_that_resumes(tmp_path, home, target, documents, ends):
+    many, out = documents * 20, tmp_path / "out"
+    torch.save([tuple(d) for d in many], tmp_path / "many.pt")
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "many.pt"), str(out), str(home)]
+    process = subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert process.returncode == -signal.SIGKILL
+    with pytest.raises(ValueError, match="lacks 62 of 100"):
+        open_captured(out, ends)
+    captured = open_captured(out, ends, skip_damaged=True)
+    assert captured.skipped["unfinished"] == 62 and len(captured.documents) == 38
+    before = (out / "hidden_states/hs_7.safetensors").stat().st_mtime_ns
+    write_capture(out, target, many, torch.float32)
+    assert (out / "hidden_states/hs_7.safetensors").stat().st_mtime_ns == before
+    write_capture(tmp_path / "whole", target, many, torch.float32)
+    assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_another_capture_is_never_written_over(tmp_path, home, target, documents, monkeypatch):
+    write_capture(tmp_path / "out", target, documents, torch.float32, "first")
+    before = contents(tmp_path / "out")
+    others = {
+        "documents": (target, documents[:-1], torch.float32),
+        "documents_digest": (target, documents[::-1], torch.float32),
+        "dtype": (target, documents, torch.bfloat16),
+        "aux_layers": (load_target(home, [0, 2, 4]), documents, torch.float32),
+        "target_digest": (tuned := load_target(home), documents, torch.float32),
+    }
+    with torch.no_grad():
+        tuned.layers[3].mlp.down_proj.weight.mul_(1.01)
+    for what, other in others.items():
+        with pytest.raises(ValueError, match=f"holds another capture .*{what}"):
+            write_capture(tmp_path / "out", *other)
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign/thesis.txt").touch()
+    with pytest.raises(ValueError, match="holds no capture"):
+        write_capture(tmp_path / "foreign", target, documents, torch.float32)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(free=1000))
+    with pytest.raises(ValueError, match="do not fit"):
+        write_capture(tmp_path / "small", target, documents, torch.float32)
+    assert not (tmp_path / "small").exists()
+    write_capture(tmp_path / "out", target, documents, torch.float32, "first")  # nothing left to write
+    assert contents(tmp_path / "out") == before
+
+
+# ---------------------------------------------------------------------------------------------------- the target's ends
+
+
+def test_ends_equal_the_model_from_sharded_files(home, target, ends, states, raw_last):
+    assert len(list(home.glob("*.safetensors"))) > 2
+    for name in ("embed_tokens", "lm_head"):
+        assert torch.equal(getattr(ends, name).weight, getattr(target, name).weight)
+    for (_, last), raw in zip(states, raw_last, strict=True):
+        torch.testing.assert_close(ends.norm(raw), last, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(ends.head(ends.norm(raw)), target.head(last), atol=1e-5, rtol=1e-5)
+    for name in ("hidden_size", "vocab_size", "device", "dtype", "special_token_ids", "stop_token_ids"):
+        assert getattr(ends, name) == getattr(target, name), name
+    assert ends.config.rms_norm_eps == target.config.rms_norm_eps and ends.config.to_dict()["kv_lora_rank"] == 8
+    assert ends.norm(raw_last[0].bfloat16()).dtype == torch.bfloat16 and ends.head(last.bfloat16()).dtype == ends.dtype
+
+
+@pytest.mark.parametrize("inner, outer", [("language_model.model.", "language_model.lm_head."), ("model.", None)])
+def test_ends_of_nested_names_unknown_model_types_and_tied_embeddings(tmp_path, target, inner, outer):
+    config = {"hidden_size": H, "vocab_size": V, "num_hidden_layers": 7, "rms_norm_eps": 1e-5, "mla_use_nope": True}
+    nested = {
+        "model_type": "kimi_k3",
+        "text_config": config,
+        "eos_token_id": [3, 4],
+        "tie_word_embeddings": outer is None,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(nested))
+    byte_tokenizer().save_pretrained(tmp_path)
+    embed, head, norm = (
+        x.data for x in (target.embed_tokens.weight, target.lm_head.weight, target.backbone.norm.weight)
+    )
+    tensors = {f"{inner}embed_tokens.weight": embed, f"{inner}norm.weight": norm}
+    tensors |= {f"{inner}layers.7.embed_tokens.weight": -embed}  # as an MTP layer has it
+    if outer:
+        tensors[f"{outer}weight"] = head
+    save_file(tensors, tmp_path / "model.safetensors")
+    ends = load_ends(tmp_path)
+    assert torch.equal(ends.embed_tokens.weight, embed) and torch.equal(ends.lm_head.weight, head if outer else embed)
+    assert (
+        ends.stop_token_ids == [3, 4] and ends.config.mla_use_nope and set(range(256, 262)) < {*ends.special_token_ids}
+    )
+    x = torch.randn(5, H)
+    expected = norm * x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(ends.norm(x), expected, atol=1e-6, rtol=1e-6)
+    assert load_ends(tmp_path, dtype=torch.bfloat16).head(x).dtype == torch.bfloat16
+
+    for change, said in (
+        (lambda held: {k: x for k, x in held.items() if "norm" not in k}, f"lacks {inner}norm.weight"),
+        (lambda held: held | {f"{inner}norm.weight": norm[:-1].clone()}, rf"norm.weight is .*\[{H - 1}\]"),
+    ):
+        rewrite(tmp_path / "model.safetensors", change)
+        with pytest.raises(ValueError, match=said):
+            load_ends(tmp_path)
+        save_file(tensors, tmp_path / "model.safetensors")
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(ValueError, match="model.safetensors cannot be used"):
+        load_ends(tmp_path)
+    with pytest.raises(ValueError, match="is no directory"):
+        load_ends(tmp_path / "none")
+
+
+# --------------------------------------------------------------------------------------------------------- vocabularies
+
+
+def test_draft_vocabularies_of_all_tools_are_the_same_ids(tmp_path):
+    ids = DRAFT_IDS
+    d2t, t2d = ids - torch.arange(len(ids)), torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
+    folders = [tmp_path / name for name in ("specforge", "speculators", "sized", "automodel", "draft")]
+    for folder in folders:
+        folder.mkdir()
+    torch.save({"d2t": d2t, "t2d": t2d}, folders[0] / "vocab_mapping.pt")
+    for name, x in (("d2t", d2t), ("t2d", t2d)):
+        np.save(folders[1] / f"{name}.npy", x.numpy())
+        np.save(folders[2] / f"{name}-{len(ids)}.npy", x.numpy())
+    (folders[3] / "manifest.json").write_text(json.dumps({"selected_token_ids": ids.flip(0).tolist()}))
+    save_file({"d2t": d2t, "t2d": t2d, "fc.weight": torch.zeros(2)}, folders[4] / "model.safetensors")
+    for folder in folders:
+        assert torch.equal(draft_vocabulary_map(folder, V), ids)
+        assert torch.equal(draft_vocabulary_map(next(folder.glob("[dmv]*")), V), ids)
+
+    bad = {
+        "absolute": {"d2t": ids, "t2d": t2d},
+        "another t2d": {"d2t": d2t, "t2d": t2d.roll(1)},
+        "short t2d": {"d2t": d2t, "t2d": t2d[:-1]},
+        "twice": {"d2t": -torch.arange(4)},
+        "none": {"t2d": t2d},
+    }
+    for held in bad.values():
+        torch.save(held, tmp_path / "vocab_mapping.pt")
+        with pytest.raises(ValueError, match=r"vocab_mapping\.pt cannot be used"):
+            draft_vocabulary_map(tmp_path, V)
+    (tmp_path / "vocab_mapping.pt").unlink()
+    with pytest.raises(ValueError, match="one vocabulary map is wanted"):
+        draft_vocabulary_map(tmp_path, V)
+
+
+# ------------------------------------------------------------------------------------------------- ahead, and following
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name == "prefetched"]
+
+
+def test_prefetch_keeps_order_passes_errors_on_and_ends_with_its_consumer():
+    made = []
+
+    def numbers(limit):
+        for i in range(limit):
+            made.append(i)
+            yield i
+        raise KeyError("broken")
+
+    got = []
+    with pytest.raises(KeyError, match="broken"):
+        for i in prefetched(numbers(20), depth=3):
+            got.append(i)
+            assert len(made) <= i + 6  # ready, one in each hand
+    assert got == list(range(20)) and not threads()
+    made.clear()
+    for i in prefetched(numbers(1000), depth=3):
+        if i == 4:
+            break
+    assert not threads() and len(made) < 12
+    assert list(prefetched(iter(()))) == []
+
+
+def follow(folder, ends, documents, **options):
+    return Follower(folder, ends, masks_of(documents), poll_s=0.01, **options)
+
+
+def test_a_follower_takes_each_finished_file_once_and_deletes_it(tmp_path, ends, documents, states, raw_last):
+    def produce():
+        for i, (d, (features, _), last) in enumerate(zip(documents, states, raw_last, strict=True)):
+            path = tmp_path / f"cmpl-{i}.safetensors"
+            with open(f"{path}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                save_layers(tmp_path / "made/x", d, features, last)
+                whole = (tmp_path / "made/x").read_bytes()
+                path.write_bytes(whole[: len(whole) // 2])
+                time.sleep(0.05)
+                path.write_bytes(whole)
+        (tmp_path / "STOP").touch()
+
+    follower = follow(tmp_path, ends, documents, patience=2)
+    producer = threading.Thread(target=produce)
+    producer.start()
+    for i, (document, features, last) in enumerate(prefetched(follower, depth=2)):
+        assert torch.equal(document.tokens, documents[i].tokens) and torch.equal(
+            document.loss_mask, documents[i].loss_mask
+        )
+        torch.testing.assert_close(features, states[i][0], atol=0, rtol=0)
+        torch.testing.assert_close(last, states[i][1], atol=1e-6, rtol=1e-6)
+        assert Path(document.source).exists()
+        follower.done(document)
+        assert not Path(document.source).exists() and not Path(f"{document.source}.lock").exists()
+    producer.join()
+    assert i == len(documents) - 1 and not follower.skipped and not threads()
+    assert [x.name for x in tmp_path.iterdir() if x.is_file()] == ["STOP"]
+
+
+def test_a_follower_sets_damaged_files_aside_and_deletes_unknown_ones(tmp_path, ends, documents, states, raw_last):
+    connector(tmp_path, documents, states, raw_last)
+    os.truncate(tmp_path / "cmpl-1.safetensors", 3000)
+    rewrite(tmp_path / "cmpl-3.safetensors", not_finite)
+    (tmp_path / "STOP").touch()
+    follower = follow(tmp_path, ends, documents[:4], patience=3)
+    got = [d.tokens for d, *_ in follower]
+    assert len(got) == 2 and all(
+        torch.equal(a, b.tokens) for a, b in zip(got, (documents[0], documents[2]), strict=True)
+    )
+    assert follower.skipped == {"damaged": 2, "no mask": 1}
+    left = sorted(x.name for x in tmp_path.glob("cmpl-*") if x.suffix != ".lock")
+    assert left == ["cmpl-0.safetensors", "cmpl-1.safetensors.bad", "cmpl-2.safetensors", "cmpl-3.safetensors.bad"]
+
+
+def test_ranks_share_the_files_and_a_full_disk_pauses_the_producer(tmp_path, ends, documents, states, raw_last, capsys):
+    connector(tmp_path, documents, states, raw_last)
+    (tmp_path / "STOP").touch()
+    followers = [follow(tmp_path, ends, documents, rank=r, world=2, max_bytes=5000) for r in range(2)]
+    taken = [list(f) for f in followers]
+    assert sorted(token_key(d.tokens) for share in taken for d, *_ in share) == sorted(masks_of(documents))
+    assert (tmp_path / "PAUSE").exists() and capsys.readouterr().out.count("warning") == 1
+    for follower, share in zip(followers, taken, strict=True):
+        for document, *_ in share:
+            follower.done(document)
+    assert next(followers[0], None) is None and not (tmp_path / "PAUSE").exists()
+
+
+def test_a_follower_that_waits_ends_with_its_consumer(tmp_path, ends, documents, states, raw_last):
+    connector(tmp_path, documents[:1], states[:1], raw_last[:1])
+    for _ in prefetched(Follower(tmp_path, ends, masks_of(documents), poll_s=100)):
+        break
+    assert not threads()
