@@ -228,6 +228,9 @@ class OwnCapture(LayerFiles):
             raise ValueError(
                 f"{self.directory} was captured from a target of {widths}, not of {wanted}; give its target"
             )
+        held, head = (torch.tensor(x) for x in (self.meta["head"], head_sample(self.ends.lm_head)))
+        if not torch.allclose(held, head, rtol=0.02, atol=1e-4):  # either may have been rounded to bf16
+            raise ValueError(f"{self.directory} was captured from a target with another output head; give its target")
         self.after_norm = self.meta["last_hidden"] == "after_norm"
         return self.meta["aux_layers"]
 
@@ -777,7 +780,7 @@ def holds(path: Path, name: str) -> bool:
 # ------------------------------------------------------------------------------------------------------------- writing
 
 CAPTURE_VERSION = 1
-CAPTURE_KEYS = ("version", "last_hidden", "aux_layers", "hidden_size", "vocab_size", "documents")
+CAPTURE_KEYS = ("version", "last_hidden", "aux_layers", "hidden_size", "vocab_size", "documents", "head")
 CHUNK_TOKENS = 16384  # captured together
 
 
@@ -842,7 +845,13 @@ def describe(target: Target, documents: list[Document], dtype, note: str) -> dic
         "aux_layers": list(target.aux_layers),
         "dtype": str(dtype).removeprefix("torch."),
         "last_hidden": "after_norm",
+        "head": head_sample(target.lm_head),
     }
+
+
+def head_sample(head: nn.Linear) -> list[float]:
+    """A few numbers that tell one target's output head [V,H] from another's."""
+    return head.weight[:: -(-len(head.weight) // 16), 0].float().tolist()
 
 
 def check_out(out: Path, meta: dict) -> int:
