@@ -4,6 +4,7 @@
     python bench.py --full --out bench.json         both drafts, T 512-4096, 10-100%, packed or not
     python bench.py --suite shapes                  the real drafts by formula: no GPU, little memory
     python bench.py --device cuda --suite h200      two shapes of the DeepSeek-V3 draft, compiled
+    python bench.py --suite decode                  drafting, and decoding with a trained draft: see bench_decode.py
 
 A step is the teacher, zero_grad, forward and backward; the optimizer is apart, in the breakdown. The teacher counts for
 both sides: the baseline applies the target's head to all T slots, `build_rows` to the supervised tokens alone. Nothing
@@ -46,6 +47,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import bench_decode
 import draft_deepseek
 from costs import FORMS, model_flops, saved, step_memory, workload
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows
@@ -578,7 +580,14 @@ def print_table(head: tuple, rows: list[tuple]) -> None:
 
 # --------------------------------------------------------------------------------------------------------------- main
 
-SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train}
+
+def suite_decode(args) -> dict:
+    names = args.draft or ["deepseek-v3"]
+    cells = {name: Cell(draft=name, size=args.size, device=args.device) for name in names}
+    return bench_decode.suite(args, lambda: {name: make_draft(cell) for name, cell in cells.items()}, print_table)
+
+
+SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train, "decode": suite_decode}
 
 
 def hopper_case(size="deepseek-v3", slots=4096, steps=STEPS, recompute="none"):
@@ -618,17 +627,22 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="a JSON file for the full numbers")
+    bench_decode.add_flags(parser)
     args = parser.parse_args(argv)
-    args.compile = args.compile or ("max-autotune" if args.device == "cuda" else "off")
+    on_cpu = "default" if args.suite == "decode" and not args.run else "off"  # a chain compiles in a minute
+    args.compile = args.compile or ("max-autotune" if args.device == "cuda" else on_cpu)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this PyTorch sees no GPU; leave it out to measure on the CPU")
     if args.suite == "h200" and args.device != "cuda":
         parser.error("--suite h200 measures on a GPU: add --device cuda, or take --suite shapes for the formulas")
-    for name, value, low in (("row-tokens", min(args.row_tokens or [64]), 64), ("rounds", args.rounds, 1)):
+    least = [("row-tokens", min(args.row_tokens or [64]), 64), ("rounds", args.rounds, 1), *bench_decode.least(args)]
+    for name, value, low in least:
         if value < low:
             parser.error(f"--{name} is {value}; it must be at least {low}")
     if not all(0 < share <= 1 for share in args.share or []):
         parser.error(f"--share is {args.share}; a share lies above 0 and is at most 1")
+    if not 0 < args.top_p <= 1:
+        parser.error(f"--top-p is {args.top_p}; it lies above 0 and is at most 1")
     return args
 
 

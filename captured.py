@@ -1,4 +1,4 @@
-"""Captured hidden states: read in the layouts of this and other tools, written in our own, or followed while written.
+"""Captured hidden states: read in the layouts of this and other tools.
 
     captured = open_captured(directory, load_ends(target_directory))
     captured.documents                  # unshifted tokens and loss masks, known up front from headers and indices
@@ -10,57 +10,36 @@ behind the final norm, or Vd + 1 where a cache carries the teacher itself (`Auto
 Layers are named by output, as in target.py: j is the residual stream behind 0-based decoder layer j.
 """
 
-import copy
 import fcntl
 import gzip
 import hashlib
 import io
 import json
 import os
-import queue
 import re
-import shutil
-import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-import transformers
 from einops import rearrange
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from data import Document
-from draft_deepseek import RMSNorm
-from target import Target, check_aux_layers
+from data import Document, check_draft_ids
+from files import Damaged, naming, read_json, shapes_in
+from target import check_aux_layers
 
+CAPTURE_VERSION = 1  # of our own layout
+CAPTURE_KEYS = ("version", "last_hidden", "aux_layers", "hidden_size", "vocab_size", "documents", "head")
 READERS = 8  # threads that look at headers: opening files waits for the disk, not for the interpreter
 
 # ---------------------------------------------------------------------------------------------------- what was captured
-
-
-class Damaged(ValueError):
-    """A file that cannot be used; the message names it."""
-
-
-@contextmanager
-def naming(path: Path, todo: str = "capture it again, or skip damaged files"):
-    """Whatever goes wrong within is a Damaged that names the file and says what to do, in one line."""
-    try:
-        yield
-    except Exception as error:  # what broken bytes provoke in the readers of several formats
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        reason = " ".join(f"{kind}{error}".split())[:300]
-        raise Damaged(f"{path} cannot be used ({reason}); {todo}") from error
 
 
 def open_captured(directory, ends=None, aux_layers=None, masks=None, skip_damaged=False) -> "Captured":
@@ -82,6 +61,11 @@ def open_captured(directory, ends=None, aux_layers=None, masks=None, skip_damage
             f"{directory} has {marks}; one kind is wanted: {', '.join(f'{k.kind} ({k.sign})' for k in KINDS)}"
         )
     return found[0][0](directory, ends, aux_layers, masks, skip_damaged)
+
+
+def is_captured(path: Path) -> bool:
+    """Does the directory show one of these kinds?"""
+    return path.is_dir() and any(kind.mark(path) for kind in KINDS)
 
 
 class Captured:
@@ -310,10 +294,6 @@ def layer_file_length(path: Path, hidden: int) -> int:
     return tokens[0]
 
 
-def shapes_in(file) -> dict[str, list[int]]:
-    return {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
-
-
 def read_layers(path: Path, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """features [S,3H], last [S,H] as stored and tokens [S], the first `length` of them."""
     with safe_open(path, "pt") as file:  # memory-mapped: what is not asked for is not read
@@ -385,14 +365,6 @@ def read_index(path: Path, keys=("file", "input_ids", "loss_mask")) -> tuple[lis
             rows.append(row)
             used += len(line)
     return rows, used
-
-
-def read_json(path: Path, keys) -> dict:
-    with naming(path, "copy it again"):
-        values = json.loads(path.read_text())
-        if missing := [key for key in keys if key not in values]:
-            raise ValueError(f"it lacks {missing}")
-        return values
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -599,478 +571,7 @@ def moved_back(x: Tensor) -> Tensor:
 
 KINDS = (OwnCapture, AutoModelCache, SpecForgeFiles, SpeculatorsFiles, ConnectorFiles)
 
-# --------------------------------------------------------------------------------------------------- the target's ends
-
-LAYOUTS = (  # how checkpoints name the text model, and its head
-    ("model.", "lm_head."),
-    ("language_model.model.", "language_model.lm_head."),  # Kimi K3 and K2.5
-    ("model.language_model.", "lm_head."),
-)
-REQUIRED = ("hidden_size", "vocab_size", "num_hidden_layers", "rms_norm_eps")
-
-
-class PlainConfig(SimpleNamespace):
-    """A config.json as it stands, for model types that transformers does not know."""
-
-    def to_dict(self) -> dict:
-        return copy.deepcopy(vars(self))
-
-
-class TargetEnds:
-    """Embedding, final norm and output head of a target, with the names that `Target` has for them.
-
-    All that training on captured states needs of a target whose layers do not fit.
-    """
-
-    def __init__(self, config: dict, embed: Tensor, norm: Tensor, head: Tensor, tokenizer, stop_token_ids: list[int]):
-        self.config, self.tokenizer, self.stop_token_ids = PlainConfig(**config), tokenizer, stop_token_ids
-        self.vocab_size, self.hidden_size = head.shape
-        self.device, self.dtype = head.device, head.dtype
-        self.embed_tokens = nn.Embedding.from_pretrained(embed)
-        self.lm_head = nn.Linear(self.hidden_size, self.vocab_size, bias=False, device="meta").requires_grad_(False)
-        self.lm_head.weight = nn.Parameter(head, requires_grad=False)
-        self.final_norm = RMSNorm(self.hidden_size, self.config.rms_norm_eps).requires_grad_(False)
-        self.final_norm.weight = nn.Parameter(norm, requires_grad=False)
-
-    special_token_ids = Target.special_token_ids  # the same property, of the same names
-
-    @torch.no_grad()
-    def norm(self, hidden: Tensor) -> Tensor:
-        """The final norm of hidden [..,H], computed in float32, in hidden's dtype."""
-        return self.final_norm(hidden.to(self.device))
-
-    @torch.no_grad()
-    def head(self, hidden: Tensor) -> Tensor:
-        """hidden [..,H] after the final norm -> logits [..,V]"""
-        return self.lm_head(hidden.to(self.dtype))
-
-
-def load_ends(path, device="cpu", dtype=None, trust_remote_code=False) -> TargetEnds:
-    """The ends of a local Hugging Face target: three tensors by name out of its safetensors, whatever its size.
-
-    dtype None: float32 on a CPU, else the checkpoint's. config.json is read as plain JSON, a nested text_config taken.
-    ValueError: no such directory, keys or tensors that are missing, other shapes than the config's, a damaged file.
-    """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        found = "has no config.json" if path.is_dir() else "is no directory"
-        raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
-    config = text_config(path)
-    tensors = read_ends(path, config)
-    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else tensors[0].dtype)
-    tokenizer = None
-    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        with naming(path, "is it whole, does it want trust_remote_code?"):
-            local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local)
-    generation = path / "generation_config.json"
-    stops = read_json(generation, ()).get("eos_token_id") if generation.is_file() else None
-    stops = config["eos_token_id"] if stops is None else stops
-    stops = [stops] if isinstance(stops, int) else list(stops or [])
-    return TargetEnds(config, *(x.to(device, dtype) for x in tensors), tokenizer, stops)
-
-
-def text_config(path: Path) -> dict:
-    outer = read_json(path / "config.json", ())
-    config = dict(outer.get("text_config") or outer)
-    if missing := [key for key in REQUIRED if config.get(key) is None]:
-        raise ValueError(f"{path / 'config.json'} lacks {', '.join(missing)}; copy the target's own")
-    # often at the outer level alone
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id", "tie_word_embeddings"):
-        config[key] = outer.get(key) if config.get(key) is None else config[key]
-    return config
-
-
-def read_ends(path: Path, config: dict) -> tuple[Tensor, Tensor, Tensor]:
-    """Embedding [V,H], final norm [H], head [V,H]; the embedding again where they are tied."""
-    files = weight_files(path)
-    inner, outer = next((x for x in LAYOUTS if f"{x[0]}embed_tokens.weight" in files), LAYOUTS[0])
-    wanted = {f"{inner}embed_tokens.weight": 2, f"{inner}norm.weight": 1}
-    if not config["tie_word_embeddings"]:
-        wanted[f"{outer}weight"] = 2
-    if missing := [name for name in wanted if name not in files]:
-        raise ValueError(
-            f"{path} lacks {', '.join(missing)}; is it whole, does its config.json say tie_word_embeddings?"
-        )
-    found, sizes = [], [config["vocab_size"], config["hidden_size"]]
-    for name, dims in wanted.items():
-        with naming(files[name], "copy the target again"), safe_open(files[name], "pt") as file:
-            x = file.get_tensor(name)
-            if list(x.shape) != sizes[-dims:] or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; config.json says {sizes[-dims:]}, unquantised")
-            found.append(x)
-    return (*found, found[0])[:3]
-
-
-def weight_files(path: Path) -> dict[str, Path]:
-    """The file that holds each tensor, by the index of a sharded checkpoint or by the headers of its files."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: path / file for name, file in read_json(index, ["weight_map"])["weight_map"].items()}
-    files = {}
-    for each in sorted(path.glob("*.safetensors")):
-        with naming(each, "copy the target again"), safe_open(each, "pt") as file:
-            files |= dict.fromkeys(shapes_in(file), each)
-    return files
-
-
-# ------------------------------------------------------------------------------------------------------ the vocabulary
-
-
-def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
-    """The target ids of a draft vocabulary [Vd], ascending, as trainers and drafts store them.
-
-    path: a file or the directory with SpecForge's vocab_mapping.pt, speculators' d2t.npy or d2t-{size}.npy (t2d
-    beside), AutoModel's manifest.json, or a draft's safetensors. d2t are offsets: target id = draft id + d2t[draft id].
-    ValueError: none or several of them, a d2t that is not one to one or does not fit its t2d or the vocabulary.
-    """
-    path = Path(path)
-    if path.is_dir():
-        names = ("vocab_mapping.pt", "d2t*.npy", "manifest.json", "*.safetensors")
-        found = [x for name in names for x in sorted(path.glob(name))]
-        found = [x for x in found if x.suffix != ".safetensors" or holds(x, "d2t")]
-        if len(found) != 1:
-            said = ", ".join(x.name for x in found) or f"none of {', '.join(names)}"
-            raise ValueError(f"{path} has {said}; one vocabulary map is wanted, name its file")
-        path = found[0]
-    with naming(path, "make the map again"):
-        ids, t2d = read_map(path)
-        check_draft_ids(ids, vocab_size)
-        if t2d is not None:
-            t2d = t2d.bool()
-            if t2d.shape != (vocab_size,) or not t2d[ids].all() or t2d.sum() != len(ids):
-                raise ValueError(
-                    f"t2d is {list(t2d.shape)} and marks {int(t2d.sum())} ids, d2t gives {len(ids)} of {vocab_size}, "
-                    f"{int(t2d[ids[ids < len(t2d)]].sum())} of them marked"
-                )
-    return ids.sort().values
-
-
-def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
-    """Target ids [Vd] and, where there is one, t2d [V]."""
-    if path.suffix == ".json":
-        return torch.tensor(json.loads(path.read_text())["selected_token_ids"]), None
-    if path.suffix == ".npy":
-        beside = path.with_name(path.name.replace("d2t", "t2d"))
-        held = {x.name[:3]: torch.from_numpy(np.load(x)) for x in (path, beside) if x.is_file()}
-    elif path.suffix == ".safetensors":
-        with safe_open(path, "pt") as file:
-            held = {name: file.get_tensor(name) for name in ("d2t", "t2d") if name in shapes_in(file)}
-    else:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-    if "d2t" not in held or held["d2t"].ndim != 1:
-        raise ValueError(f"it has no row of offsets d2t, but {sorted(held)}")
-    return held["d2t"].long() + torch.arange(len(held["d2t"])), held.get("t2d")
-
-
-def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
-    distinct = ids.unique().numel()
-    if not 0 < distinct == len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
-        span = f"{ids.min()}..{ids.max()}" if len(ids) else "nothing"
-        raise ValueError(
-            f"its {len(ids)} draft ids, {distinct} distinct, span {span}; the vocabulary is {vocab_size} wide"
-        )
-
-
-def holds(path: Path, name: str) -> bool:
-    with naming(path, "copy it again"), safe_open(path, "pt") as file:
-        return name in shapes_in(file)
-
-
-# ------------------------------------------------------------------------------------------------------------- writing
-
-CAPTURE_VERSION = 1
-CAPTURE_KEYS = ("version", "last_hidden", "aux_layers", "hidden_size", "vocab_size", "documents", "head")
-CHUNK_TOKENS = 16384  # captured together
-
-
-def write_capture(out, target: Target, documents: list[Document], dtype=torch.bfloat16, note: str = "") -> None:
-    """Capture all documents into the directory `out`, in float32 or bf16; goes on where a killed call stopped.
-
-    hidden_states/hs_{i}.safetensors in the layout of speculators but for the last layer, which is stored as training
-    reads it, after the final norm (capture.json says so); index.jsonl gets a conversation's line once its file is
-    whole. Interrupted or not, the bytes are the same.
-    ValueError: the disk is too small (before anything is written), `out` holds anything but the same capture.
-    """
-    out = Path(out)
-    done = check_out(out, meta := describe(target, documents, dtype, note))
-    lengths = [len(d.tokens) for d in documents]
-    check_space(out, lengths, done, bytes_per_token(target.hidden_size, dtype))
-    out.mkdir(parents=True, exist_ok=True)
-    replace_with(out / "capture.json", lambda half: half.write_text(json.dumps(meta, indent=1) + "\n"))
-    (out / "hidden_states").mkdir(exist_ok=True)
-    with (out / "index.jsonl").open("a") as index, tqdm(total=sum(lengths), desc="capturing", unit="token") as bar:
-        bar.update(sum(lengths[:done]))
-        for chunk in chunks(lengths):
-            if chunk[-1] < done:
-                continue
-            # whole chunks, also after an interruption: the same batches give the same bits
-            captured = target.capture([documents[i].tokens for i in chunk])
-            for i, states in zip(chunk, captured, strict=True):
-                if i >= done:
-                    write_document(out, index, f"hidden_states/hs_{i}.safetensors", documents[i], states, dtype)
-                    bar.update(lengths[i])
-
-
-def write_document(out: Path, index, name: str, document: Document, states, dtype) -> None:
-    features, last = (x.to("cpu", dtype) for x in states)
-    hidden = torch.cat([rearrange(features, "s (l h) -> s l h", l=3), last[:, None]], dim=1)
-    tensors = {"hidden_states": hidden, "token_ids": document.tokens.cpu()}
-    replace_with(out / name, lambda half: save_file(tensors, half, metadata={"last_hidden": "after_norm"}))
-    row = {"file": name, "input_ids": document.tokens.tolist(), "loss_mask": document.loss_mask.int().tolist()}
-    index.write(json.dumps(row) + "\n")
-    index.flush()
-
-
-def describe(target: Target, documents: list[Document], dtype, note: str) -> dict:
-    """capture.json: what a directory holds, and by digests of what."""
-    if dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"states are stored in float32 or bfloat16, not in {dtype}")
-    if not documents:
-        raise ValueError("there are no documents to capture")
-    texts, weights = hashlib.sha256(), hashlib.sha256()
-    for d in documents:
-        texts.update(f"{token_key(d.tokens)} {token_key(d.loss_mask)}\n".encode())
-    for name, x in target.model.named_parameters():  # a few numbers of each tell fine-tuned weights apart
-        weights.update(f"{name} {list(x.shape)} {x.detach().flatten()[:8].float().tolist()}\n".encode())
-    return {
-        "version": CAPTURE_VERSION,
-        "note": note,
-        "target": target.config.model_type,
-        "target_digest": weights.hexdigest(),
-        "documents": len(documents),
-        "documents_digest": texts.hexdigest(),
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "aux_layers": list(target.aux_layers),
-        "dtype": str(dtype).removeprefix("torch."),
-        "last_hidden": "after_norm",
-        "head": head_sample(target.lm_head),
-    }
-
 
 def head_sample(head: nn.Linear) -> list[float]:
     """A few numbers that tell one target's output head [V,H] from another's."""
     return head.weight[:: -(-len(head.weight) // 16), 0].float().tolist()
-
-
-def check_out(out: Path, meta: dict) -> int:
-    """How many documents of this very capture `out` holds already, cutting off what an interruption left half done."""
-    if not out.exists() or all(x.suffix == ".part" for x in out.iterdir()):
-        return 0
-    if not (out / "capture.json").is_file():
-        raise ValueError(f"{out} exists and holds no capture; name another directory, or remove it")
-    held = read_json(out / "capture.json", CAPTURE_KEYS)
-    if other := [key for key in meta if key != "note" and held.get(key) != meta[key]]:
-        said = ", ".join(f"{key} {held.get(key)!r}, not {meta[key]!r}" for key in other)
-        raise ValueError(f"{out} holds another capture ({said}); name another directory, or remove it")
-    index = out / "index.jsonl"
-    if not index.exists():
-        return 0
-    rows, used = read_index(index)
-    os.truncate(index, used)
-    return len(rows)
-
-
-def check_space(out: Path, lengths: list[int], done: int, per_token: int) -> None:
-    left = per_token * sum(lengths[done:])
-    parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
-    free = shutil.disk_usage(parent).free
-    print(
-        f"capture: {sum(lengths):,} tokens of {per_token:,} bytes, {per_token * sum(lengths) / 1e9:,.2f} GB in {out}; "
-        f"{left / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free"
-    )
-    if left > free:
-        raise ValueError(
-            f"{left / 1e9:,.2f} GB do not fit into the {free / 1e9:,.2f} GB left at {parent}; free some first"
-        )
-
-
-def bytes_per_token(hidden: int, dtype) -> int:
-    return 4 * hidden * dtype.itemsize + torch.long.itemsize
-
-
-def chunks(lengths: list[int]) -> Iterator[list[int]]:
-    """Consecutive indices of CHUNK_TOKENS at most, or of one document: they depend on the documents alone."""
-    chunk = []
-    for i, length in enumerate(lengths):
-        if chunk and sum(lengths[j] for j in chunk) + length > CHUNK_TOKENS:
-            yield chunk
-            chunk = []
-        chunk.append(i)
-    yield chunk
-
-
-def replace_with(path: Path, write) -> None:
-    """write(a temporary name beside path), then rename: whole or absent."""
-    half = path.with_name(path.name + ".part")
-    write(half)
-    os.replace(half, path)
-
-
-# ------------------------------------------------------------------------------------- while training: ahead, and after
-
-
-def prefetched(iterable: Iterable, depth: int = 2) -> Iterator:
-    """The items of `iterable` in order, made by a thread up to `depth` ahead of the consumer.
-
-    What it raises is raised here. The thread ends with the consumer: when that stops early, an `iterable.stop()` is
-    called if there is one, so that a source that waits for files wakes up.
-    """
-    ready, stopped, end = queue.Queue(depth), threading.Event(), object()
-
-    def put(item, error=None) -> bool:
-        while not stopped.is_set():
-            with suppress(queue.Full):
-                ready.put((item, error), timeout=0.1)
-                return True
-        return False
-
-    def fill():
-        try:
-            for item in iterable:
-                if not put(item):
-                    return
-            put(end)
-        except BaseException as error:
-            put(end, error)
-
-    thread = threading.Thread(target=fill, name="prefetched", daemon=True)
-    thread.start()
-    try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is end:
-                return
-            yield item
-    finally:
-        stopped.set()
-        if hasattr(iterable, "stop"):
-            iterable.stop()
-        thread.join()
-
-
-class Follower:
-    """(document, features [S,3H], last [S,H]) of the files that a running vLLM (extract_hidden_states) leaves in a
-    directory: oldest first, each deleted once `done(document)` says that it was used.
-
-    Takes files that no writer holds locked and that read whole. One that stays damaged and unchanged for `patience`
-    looks is renamed .bad; one whose tokens have no mask in `masks` (`masks_of` the conversations sent) is deleted. Both
-    are counted in `skipped`. Ends once the file `stop_name` exists and none of its files is left; ranks share the files
-    by name. Above `max_bytes` in all rank 0 says so once and makes a file PAUSE, which whoever sends requests must
-    heed, and removes it below half.
-    """
-
-    def __init__(
-        self,
-        directory,
-        ends,
-        masks: dict,
-        *,
-        stop_name="STOP",
-        poll_s=1.0,
-        rank=0,
-        world=1,
-        max_bytes=None,
-        patience=10,
-    ):
-        self.directory, self.ends, self.masks = Path(directory), ends, masks
-        if not self.directory.is_dir():
-            raise ValueError(f"{directory} is no directory; make it before vLLM writes there")
-        self.stop_name, self.poll_s, self.rank, self.world = stop_name, poll_s, rank, world
-        self.max_bytes, self.patience = max_bytes, patience
-        self.skipped, self.damaged = Counter(), {}  # path: (looks, time and size it had)
-        self.taken, self.waiting = set(), []
-        self.warned, self.stopped = False, threading.Event()
-
-    def __iter__(self) -> "Follower":
-        return self
-
-    def __next__(self) -> tuple[Document, Tensor, Tensor]:
-        while not self.stopped.is_set():
-            while self.waiting:
-                if (item := self.take(self.waiting.pop(0))) is not None:
-                    return item
-            at_end = (self.directory / self.stop_name).exists()  # before the look: a file may come between
-            self.waiting = self.look()
-            if at_end and not self.waiting:
-                break
-            if not any(not being_written(path) and path not in self.damaged for path in self.waiting):
-                self.stopped.wait(self.poll_s)
-        raise StopIteration
-
-    def done(self, document: Document) -> None:
-        """Deletes the document's file."""
-        path = Path(document.source)
-        self.remove(path)
-        self.taken.discard(path)
-
-    def stop(self) -> None:
-        """Ends the iteration, from any thread; files that are left stay."""
-        self.stopped.set()
-
-    def look(self) -> list[Path]:
-        """This rank's files that were not taken yet, the oldest first."""
-        files, used = [], 0
-        for path in self.directory.glob("*.safetensors"):
-            with suppress(FileNotFoundError):  # another rank was done with it
-                stat = path.stat()
-                used += stat.st_size
-                if self.is_mine(path) and path not in self.taken:
-                    files.append((stat.st_mtime_ns, path.name, path))
-        if self.max_bytes is not None and self.rank == 0:
-            self.bound(used)
-        return [path for *_, path in sorted(files)]
-
-    def is_mine(self, path: Path) -> bool:
-        return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % self.world == self.rank
-
-    def bound(self, used: int) -> None:
-        pause = self.directory / "PAUSE"
-        if used > self.max_bytes:
-            if not self.warned:
-                print(f"warning: {used / 1e9:,.2f} GB wait in {self.directory}, more than {self.max_bytes / 1e9:,.2f}")
-            self.warned = True
-            pause.touch()
-        elif used < self.max_bytes / 2:
-            pause.unlink(missing_ok=True)
-
-    def take(self, path: Path) -> tuple[Document, Tensor, Tensor] | None:
-        if being_written(path) or not path.exists():
-            return None
-        try:
-            with naming(path):
-                layer_file_length(path, self.ends.hidden_size)
-                features, last, tokens = read_layers(path)
-                check_tokens(tokens, self.ends.vocab_size)
-                last = self.ends.norm(last)
-                if not (is_finite(features) and is_finite(last)):
-                    raise ValueError("its states hold NaN or Inf")
-        except Damaged:
-            self.doubt(path)
-            return None
-        self.damaged.pop(path, None)
-        mask = self.masks.get(token_key(tokens))
-        if mask is None:
-            self.skipped["no mask"] += 1
-            self.remove(path)
-            return None
-        self.taken.add(path)
-        return Document(tokens, torch.as_tensor(mask).bool(), str(path)), features, last
-
-    def doubt(self, path: Path) -> None:
-        with suppress(FileNotFoundError):
-            stat = path.stat()
-            stamp = stat.st_mtime_ns, stat.st_size
-            looks, before = self.damaged.get(path, (0, stamp))
-            self.damaged[path] = (looks + 1 if stamp == before else 1, stamp)
-            if self.damaged[path][0] >= self.patience:
-                path.rename(f"{path}.bad")
-                self.skipped["damaged"] += 1
-                del self.damaged[path]
-
-    def remove(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        Path(f"{path}.lock").unlink(missing_ok=True)

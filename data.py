@@ -6,6 +6,7 @@ Knows tokenizers and files, never models.
 import ast
 import functools
 import hashlib
+import json
 import random
 import sysconfig
 import textwrap
@@ -16,6 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from files import holds, naming, shapes_in
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 MIN_DOCUMENT, MAX_DOCUMENT, MIN_ANSWER = 160, 768, 64  # bytes, which are the tokens of the built-in vocabulary
@@ -25,8 +30,8 @@ HELD_OUT_SHARE = 12  # one file in so many is held out
 class Document(NamedTuple):
     """One conversation as tokens; `loss_mask[i]` is set where token i is learned: the answer and its end of turn."""
 
-    tokens: torch.Tensor  # [L] long
-    loss_mask: torch.Tensor  # [L] bool
+    tokens: Tensor  # [L] long
+    loss_mask: Tensor  # [L] bool
     source: str  # where it came from, for messages
 
 
@@ -36,7 +41,7 @@ class Documents(Sequence):
     An index makes a `Document` (with int64 tokens, a copy), a slice another `Documents` over the same arrays.
     """
 
-    def __init__(self, tokens: torch.Tensor, loss_mask: torch.Tensor, begins, lengths, sources: list[str]):
+    def __init__(self, tokens: Tensor, loss_mask: Tensor, begins, lengths, sources: list[str]):
         self.tokens, self.loss_mask = tokens, loss_mask
         self.begins, self.lengths, self.sources = begins, lengths, sources
 
@@ -167,7 +172,7 @@ def cut(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, lines: list
 # --------------------------------------------------------------------------------------------------------------- rows
 
 
-def anchors_of(loss_mask: torch.Tensor, steps: int) -> int:
+def anchors_of(loss_mask: Tensor, steps: int) -> int:
     """Slots of one document [L] that are valid at one of `steps` steps: those within reach of a learned token."""
     learned = F.pad(loss_mask[1:].float(), (0, steps))
     return int(learned.unfold(0, steps, 1).amax(1).sum()) if len(loss_mask) > 1 else 0
@@ -219,7 +224,7 @@ def cut_to(document: Document, row_tokens: int) -> Document:
     return Document(document.tokens[:row_tokens], document.loss_mask[:row_tokens], document.source)
 
 
-def lay_out(rows: list[list[tuple]], row_tokens: int, like: tuple[torch.Tensor, torch.Tensor]) -> dict:
+def lay_out(rows: list[list[tuple]], row_tokens: int, like: tuple[Tensor, Tensor]) -> dict:
     """Rows of (tokens [L], loss_mask [L], features [L,n_aux*H], last_hidden [L,W]) as build_rows wants them, [B,T,...].
 
     like: features and last hidden states of the widths, dtypes and devices wanted, of no tokens at all. Documents are
@@ -246,7 +251,7 @@ def lay_out(rows: list[list[tuple]], row_tokens: int, like: tuple[torch.Tensor, 
     return out
 
 
-def draft_vocabulary(documents: Sequence[Document], size: int, special_ids: list[int], vocab_size: int) -> torch.Tensor:
+def draft_vocabulary(documents: Sequence[Document], size: int, special_ids: list[int], vocab_size: int) -> Tensor:
     """`size` target ids, ascending: every special token, then the most frequent learned tokens, then the lowest ids.
 
     ValueError: a size outside 1..vocab_size, or too small for the special tokens.
@@ -261,3 +266,58 @@ def draft_vocabulary(documents: Sequence[Document], size: int, special_ids: list
         counts += torch.bincount(torch.cat([d.tokens[d.loss_mask] for d in some]), minlength=vocab_size)
     counts[torch.tensor(special_ids, dtype=torch.long)] = counts.sum() + 1
     return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
+    """The target ids of a draft vocabulary [Vd], ascending, as trainers and drafts store them.
+
+    path: a file or the directory with SpecForge's vocab_mapping.pt, speculators' d2t.npy or d2t-{size}.npy (t2d
+    beside), AutoModel's manifest.json, or a draft's safetensors. d2t are offsets: target id = draft id + d2t[draft id].
+    ValueError: none or several of them, a d2t that is not one to one or does not fit its t2d or the vocabulary.
+    """
+    path = Path(path)
+    if path.is_dir():
+        names = ("vocab_mapping.pt", "d2t*.npy", "manifest.json", "*.safetensors")
+        found = [x for name in names for x in sorted(path.glob(name))]
+        found = [x for x in found if x.suffix != ".safetensors" or holds(x, "d2t")]
+        if len(found) != 1:
+            said = ", ".join(x.name for x in found) or f"none of {', '.join(names)}"
+            raise ValueError(f"{path} has {said}; one vocabulary map is wanted, name its file")
+        path = found[0]
+    with naming(path, "make the map again"):
+        ids, t2d = read_map(path)
+        check_draft_ids(ids, vocab_size)
+        if t2d is not None:
+            t2d = t2d.bool()
+            if t2d.shape != (vocab_size,) or not t2d[ids].all() or t2d.sum() != len(ids):
+                raise ValueError(
+                    f"t2d is {list(t2d.shape)} and marks {int(t2d.sum())} ids, d2t gives {len(ids)} of {vocab_size}, "
+                    f"{int(t2d[ids[ids < len(t2d)]].sum())} of them marked"
+                )
+    return ids.sort().values
+
+
+def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
+    """Target ids [Vd] and, where there is one, t2d [V]."""
+    if path.suffix == ".json":
+        return torch.tensor(json.loads(path.read_text())["selected_token_ids"]), None
+    if path.suffix == ".npy":
+        beside = path.with_name(path.name.replace("d2t", "t2d"))
+        held = {x.name[:3]: torch.from_numpy(np.load(x)) for x in (path, beside) if x.is_file()}
+    elif path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            held = {name: file.get_tensor(name) for name in ("d2t", "t2d") if name in shapes_in(file)}
+    else:
+        held = torch.load(path, map_location="cpu", weights_only=True)
+    if "d2t" not in held or held["d2t"].ndim != 1:
+        raise ValueError(f"it has no row of offsets d2t, but {sorted(held)}")
+    return held["d2t"].long() + torch.arange(len(held["d2t"])), held.get("t2d")
+
+
+def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
+    distinct = ids.unique().numel()
+    if not 0 < distinct == len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+        span = f"{ids.min()}..{ids.max()}" if len(ids) else "nothing"
+        raise ValueError(
+            f"its {len(ids)} draft ids, {distinct} distinct, span {span}; the vocabulary is {vocab_size} wide"
+        )

@@ -6,11 +6,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from captured import draft_vocabulary_map
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data import draft_vocabulary
+from data import draft_vocabulary, draft_vocabulary_map
 from draft_deepseek import DeepseekV3Eagle3DraftModel, export_config, export_state, import_state, rope_frequencies
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from sources import Source
@@ -53,7 +52,7 @@ PRESETS = {
     "kimi-k2.5": preset(61, 163840, 64, 18432, 1e-5, 262144, *KIMI, 163585, **yarn(5e4, 64.0, 1.0)),
     "kimi-k3": preset(93, 163840, 96, 33792, 1e-5, 1048576, *KIMI, 163586, **SITU),
 }
-# The draft that engines serve for a NoPE target; such a target names no angles, these are Kimi K2's without its scaling.
+# The draft that engines serve for a NoPE target. Such a target names no angles: these are Kimi K2's, unscaled.
 ROPE_FOR_K3 = {"mla_use_nope": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
 SHAPE_FOR_K3 = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432}
 

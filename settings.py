@@ -42,6 +42,7 @@ class Settings:
     held_out: float = option(0.05, "data", "share of the conversations that is evaluated on instead")
     documents: int | None = option(None, "data", "train on so many documents at most; None: all")
     skip_damaged: bool = option(False, "data", "leave out captured files that cannot be used, and count them")
+    capture_dtype: str = option("bfloat16", "data", "of the states that --capture writes", ("bfloat16", "float32"))
     follow: str | None = option(None, "data", "folder that a running vLLM fills with the states of --data")
     follow_gb: float | None = option(None, "data", "ask vLLM's driver to pause (a file PAUSE) above so many GB there")
 

@@ -8,21 +8,23 @@ Shapes: T slots and A anchors of a row, L tokens of a document, H the target's h
 width of the states that the teacher is made from.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from capture import Follower, masks_of
-from captured import is_captured, open_captured
-from ends import TargetEnds, load_ends
 from torch import Tensor, nn
 
+from capture import Follower, prefetched
+from captured import is_captured, masks_of, open_captured, token_key
 from conversations import answered, read_conversations
-from data import Documents, anchors_of, choose_capacity, cut_to, lay_out, pack, python_documents, split
+from data import Document, Documents, anchors_of, choose_capacity, cut_to, lay_out, pack, python_documents, split
 from draft_deepseek import RowBatch, build_rows
-from target import Target, load_target, tiny_target
+from ends import TargetEnds, load_ends
+from target import Target, check_aux_layers, load_target, tiny_target
 
 TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
 
@@ -189,7 +191,7 @@ def followed_source(args, paths: list[Path], ranks) -> Source:
         None,
         ends.head,
         ends.hidden_size,
-        layers_of(args) or (),
+        check_aux_layers(layers_of(args), ends.config.num_hidden_layers),
         ends.hidden_size,
         ends.vocab_size,
         ends.embed_tokens,
@@ -206,50 +208,77 @@ class Window(NamedTuple):
     """What one rank computes in one optimizer step."""
 
     rows: list[RowBatch]
-    names: list[str]  # where its documents come from
+    documents: list[Document]
     consumed: int  # micro-batches of all ranks, this window's included
-    ended: bool = False  # a stream that has no more
+    ended: bool = False  # the stream has no more
+
+
+Filled = list[list[tuple[Document, tuple[Tensor, Tensor]]]]  # rows of documents with their features and last states
+
+
+class Assembler:
+    """Makes the rows of a micro-batch from documents and their states. make_mask: keep FlexAttention's block mask."""
+
+    def __init__(self, args, source: Source, draft_ids: Tensor, anchors: int, make_mask: bool):
+        self.args, self.source, self.draft_ids, self.anchors, self.make_mask = (
+            args,
+            source,
+            draft_ids,
+            anchors,
+            make_mask,
+        )
+        dtype, device = getattr(torch, args.precision), torch.device(args.device)
+        features = torch.zeros(0, len(source.aux_layers) * source.hidden_size, dtype=dtype, device=device)
+        is_state = source.width == source.hidden_size  # else probabilities, which bfloat16 would round
+        last = torch.zeros(0, source.width, dtype=dtype if is_state else torch.float32, device=device)
+        self.like = features, last
+
+    def capacity(self, anchors: int) -> int:
+        """A of a row that needs so many anchors: two shapes in all."""
+        return self.anchors if anchors <= self.anchors else self.args.row_tokens
+
+    def __call__(self, rows: Filled) -> RowBatch:
+        """Filled up with rows of padding to args.batch_rows."""
+        steps = self.args.ttt_steps
+        most = max((sum(anchors_of(d.loss_mask, steps) for d, _ in row) for row in rows), default=0)
+        rows = [[(d.tokens, d.loss_mask, *states) for d, states in row] for row in rows]
+        rows += [[]] * (self.args.batch_rows - len(rows))
+        laid_out = lay_out(rows, self.args.row_tokens, self.like)
+        made = build_rows(self.draft_ids, **laid_out, head=self.source.head, steps=steps, anchors=self.capacity(most))
+        return made if self.make_mask else made._replace(block_mask=None)
 
 
 class Rows:
-    """The stream of micro-batches: number i of it, its states read or captured when asked for, is the same every time.
+    """The stream of micro-batches: number i of it, its states read or captured when asked for, is always the same."""
 
-    make_mask: keep FlexAttention's block mask.
-    """
-
-    def __init__(self, args, source: Source, draft_ids: Tensor, documents: Documents, anchors=None, make_mask=False):
-        self.args, self.source, self.draft_ids, self.documents = args, source, draft_ids, documents
-        self.sizes = [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
-        self.anchors = anchors or args.anchors or choose_capacity(self.sizes, args.row_tokens)
-        self.make_mask, self.lengths, self.latest, self.damaged = make_mask, [], (-1, []), 0
+    def __init__(self, args, source: Source, documents: Documents, sizes: list[tuple[int, int]], make: Assembler):
+        self.args, self.source, self.documents, self.sizes, self.make = args, source, documents, sizes, make
+        self.lengths, self.latest, self.damaged = [], (-1, []), 0
 
     def epoch(self, number: int) -> list[list[list[int]]]:
         """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
         if self.latest[0] != number:
             b, rng = self.args.batch_rows, random.Random(f"{self.args.seed}/{number}")
-            rows = pack(self.sizes, self.args.row_tokens, self.anchors, rng)
-            kinds = [[r for r in rows if self.capacity(r) == a] for a in sorted({self.capacity(r) for r in rows})]
+            rows = pack(self.sizes, self.args.row_tokens, self.make.anchors, rng)
+            need = [self.make.capacity(sum(self.sizes[i][1] for i in row)) for row in rows]
+            kinds = [[r for r, a in zip(rows, need, strict=True) if a == kind] for kind in sorted(set(need))]
             batches = [kind[i : i + b] for kind in kinds for i in range(0, len(kind), b)]
             rng.shuffle(batches)
             self.latest = (number, batches)
         return self.latest[1]
-
-    def capacity(self, row: list[int]) -> int:
-        return self.anchors if sum(self.sizes[i][1] for i in row) <= self.anchors else self.args.row_tokens
 
     def count(self, epochs: int) -> int:
         while len(self.lengths) < epochs:
             self.lengths.append(len(self.epoch(len(self.lengths))))
         return sum(self.lengths[:epochs])
 
-    def windows(self, consumed: int, ranks) -> Iterator[Window]:
-        """This rank's part of one optimizer step after another, from micro-batch `consumed` on."""
-        m = self.args.accumulate
-        while True:
-            ours = [self.batch(consumed + i * ranks.world + ranks.rank) for i in range(m)]
-            consumed += m * ranks.world
-            names = [self.documents.sources[d] for batch in ours for row in batch for d in row]
-            yield Window([self.make(batch) for batch in ours], names, consumed)
+    @property
+    def per_epoch(self) -> int:
+        """Micro-batches of the first one."""
+        return self.count(1)
+
+    def steps_after(self, consumed: int, per_step: int) -> int:
+        return -(-(self.count(self.args.epochs) - consumed) // per_step)
 
     def batch(self, i: int) -> list[list[int]]:
         """The documents of each row of micro-batch i; none past the last of `epochs` epochs."""
@@ -260,31 +289,124 @@ class Rows:
                 return []
         return self.epoch(epoch)[i - self.count(epoch)]
 
-    def make(self, batch: list[list[int]]) -> RowBatch:
+    def windows(self, consumed: int, ranks) -> Iterator[Window]:
+        """This rank's part of one optimizer step after another, from micro-batch `consumed` on."""
+
+        def read():
+            for first in itertools.count(consumed + ranks.rank, self.args.accumulate * ranks.world):
+                numbers = range(first, first + self.args.accumulate * ranks.world, ranks.world)
+                yield [self.fill(self.batch(i)) for i in numbers]
+
+        with closing(prefetched(read(), 1) if self.source.on_disk else read()) as windows:
+            for window in windows:
+                consumed += self.args.accumulate * ranks.world
+                yield Window([self.make(rows) for rows in window], documents_in(window), consumed)
+
+    def some(self, rows: int, ranks) -> Iterator[RowBatch]:
+        """This rank's share of the first `rows` rows."""
+        for batch in self.epoch(0)[: max(1, rows // self.args.batch_rows)][ranks.rank :: ranks.world]:
+            yield self.make(self.fill(batch))
+
+    def fill(self, batch: list[list[int]]) -> Filled:
         documents = [[self.documents[i] for i in row] for row in batch]
         states = iter(self.source.states([d for row in documents for d in row]))
         rows = [[(d, found) for d in row if (found := next(states)) is not None] for row in documents]
         self.damaged += sum(map(len, documents)) - sum(map(len, rows))
-        return assemble(
-            self.args,
-            self.source,
-            self.draft_ids,
-            rows,
-            self.capacity(batch[0]) if batch else self.anchors,
-            self.make_mask,
-        )
+        return rows
 
     def used(self, window: Window) -> None:
-        """Nothing is to be cleared away."""
+        """Nothing to clear away."""
+
+    def stop(self) -> None:
+        """Nothing to wake up."""
 
 
-def assemble(args, source: Source, draft_ids, rows: list[list[tuple]], anchors: int, make_mask: bool) -> RowBatch:
-    """A micro-batch of rows of (document, (features, last)), filled up with rows of padding."""
-    rows = [[(d.tokens, d.loss_mask, *states) for d, states in row] for row in rows]
-    rows += [[]] * (args.batch_rows - len(rows))
-    found = next((states for row in rows for *_, states in row), None)
-    dtype = torch.float32 if found is None else found.dtype
-    widths = len(source.aux_layers) * source.hidden_size, source.width
-    laid_out = lay_out(rows, args.row_tokens, *widths, dtype, torch.device(args.device))
-    made = build_rows(draft_ids, **laid_out, head=source.head, steps=args.ttt_steps, anchors=anchors)
-    return made if make_mask else made._replace(block_mask=None)
+def documents_in(window: list[Filled]) -> list[Document]:
+    return [d for rows in window for row in rows for d, _ in row]
+
+
+POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
+
+
+class FollowedRows:
+    """Rows of documents as a running vLLM delivers them, each seen once; those held out are kept in memory.
+
+    expected: how many micro-batches the conversations of --data would make.
+    """
+
+    def __init__(self, args, source: Source, make: Assembler, expected: int):
+        self.args, self.follower, self.make, self.per_epoch = args, source.follower, make, expected
+        self.keys, self.held, self.damaged = {token_key(d.tokens) for d in source.held_out}, [], 0
+
+    def steps_after(self, consumed: int, per_step: int) -> int:
+        return max(1, -(-(self.per_epoch - consumed) // per_step))
+
+    def arriving(self) -> Iterator[tuple[Document, tuple[Tensor, Tensor]]]:
+        """Those to train on; of those held out as many as evaluation rows hold are kept, all are done with at once."""
+        room = self.args.eval_rows * self.args.row_tokens
+        for whole, *states in self.follower:
+            document = cut_to(whole, self.args.row_tokens)
+            states = tuple(x[: len(document.tokens)] for x in states)
+            if token_key(document.tokens) not in self.keys:
+                yield document, states
+                continue
+            if sum(len(d.tokens) for d, _ in self.held) + len(document.tokens) <= room:
+                self.held.append((document, states))
+            self.follower.done(document)
+
+    def rows(self, arriving: Iterator) -> Iterator[list]:
+        pool, more = [], True
+        while more:
+            arrived = next(arriving, None)
+            more = arrived is not None
+            pool += [arrived] if more else []
+            if pool and (not more or sum(len(d.tokens) for d, _ in pool) >= POOL_ROWS * self.args.row_tokens):
+                *full, last = self.pack(pool)
+                yield from full if more else [*full, last]
+                pool = last
+
+    def pack(self, pool: list) -> list[list]:
+        """Rows of the pool, the emptiest last."""
+        sizes = [(len(d.tokens), anchors_of(d.loss_mask, self.args.ttt_steps)) for d, _ in pool]
+        rows = pack(sizes, self.args.row_tokens, self.make.anchors, random.Random(self.args.seed))
+        rows.sort(key=lambda row: -sum(sizes[i][0] for i in row))
+        return [[pool[i] for i in row] for row in rows]
+
+    def windows(self, consumed: int, ranks) -> Iterator[Window]:
+        """One optimizer step's rows after another; once nothing arrives any more, empty ones for good."""
+        rows = self.rows(self.arriving())
+        while True:
+            ours = list(itertools.islice(rows, self.args.accumulate * self.args.batch_rows))
+            b = self.args.batch_rows
+            batches = [ours[i : i + b] for i in range(0, self.args.accumulate * b, b)]
+            consumed += self.args.accumulate * ranks.world
+            yield Window([self.make(batch) for batch in batches], documents_in(batches), consumed, not ours)
+
+    def some(self, rows: int, ranks) -> Iterator[RowBatch]:
+        """Rows of what this rank has held out so far."""
+        for row in self.pack(self.held) if self.held else []:
+            yield self.make([row])
+
+    def used(self, window: Window) -> None:
+        for document in window.documents:
+            self.follower.done(document)
+
+    def stop(self) -> None:
+        self.follower.stop()
+
+
+def make_rows(
+    args, source: Source, draft_ids: Tensor, make_mask: bool
+) -> tuple[Rows | FollowedRows, Rows | FollowedRows]:
+    """The rows to train on and those to evaluate on, of the same shapes."""
+    sizes = [
+        [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
+        for documents in (source.training, source.held_out)
+    ]
+    anchors = args.anchors or choose_capacity(sizes[0], args.row_tokens)
+    make = Assembler(args, source, draft_ids, anchors, make_mask)
+    rows = [Rows(args, source, d, s, make) for d, s in zip((source.training, source.held_out), sizes, strict=True)]
+    if source.follower is None:
+        return tuple(rows)
+    followed = FollowedRows(args, source, make, rows[0].count(1))
+    return followed, followed

@@ -24,19 +24,14 @@ import torch.nn.functional as F
 import transformers
 from safetensors.torch import load_file, save_file
 
+import capture
 import captured as captured_module
-from captured import (
-    Follower,
-    draft_vocabulary_map,
-    load_ends,
-    masks_of,
-    open_captured,
-    prefetched,
-    token_key,
-    write_capture,
-)
-from data import Document
+import files
+from capture import Follower, prefetched, write_capture
+from captured import masks_of, open_captured, token_key
+from data import Document, draft_vocabulary_map
 from draft_deepseek import Eagle3MLAConfig, build_rows
+from ends import load_ends
 from target import byte_tokenizer, load_target
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -492,7 +487,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_capture_killed_anywhere_resumes_to_the_same_bytes(tmp_path, target, documents, dtype, monkeypatch, capsys):
-    monkeypatch.setattr(captured_module, "CHUNK_TOKENS", 20)  # chunks of two
+    monkeypatch.setattr(capture, "CHUNK_TOKENS", 20)  # chunks of two
     write_capture(tmp_path / "whole", target, documents, dtype)
     assert f"45 tokens of {4 * H * dtype.itemsize + 8} bytes" in capsys.readouterr().out
     whole, replaced = contents(tmp_path / "whole"), os.replace
@@ -508,7 +503,7 @@ def test_a_capture_killed_anywhere_resumes_to_the_same_bytes(tmp_path, target, d
             replaced(half, path)
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(captured_module.os, "replace", killed)
+            patch.setattr(files.os, "replace", killed)
             write_capture(out, target, documents, dtype)
         if stop > 1:
             os.truncate(out / "index.jsonl", (out / "index.jsonl").stat().st_size - 3)
@@ -517,7 +512,7 @@ def test_a_capture_killed_anywhere_resumes_to_the_same_bytes(tmp_path, target, d
 
 
 KILLED = """
-import os, sys, torch, captured, data, target
+import os, sys, torch, capture, data, target
 renames, replace = [], os.replace
 
 def replace_or_die(half, path):
@@ -528,7 +523,7 @@ def replace_or_die(half, path):
 
 os.replace = replace_or_die
 documents = [data.Document(*x) for x in torch.load(sys.argv[1])]
-captured.write_capture(sys.argv[2], target.load_target(sys.argv[3]), documents, torch.float32)
+capture.write_capture(sys.argv[2], target.load_target(sys.argv[3]), documents, torch.float32)
 """
 
 

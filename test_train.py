@@ -1,81 +1,18 @@
-"""Claims about training, decoding and runs: what the loop does with batches, ranks, interruptions and bad input."""
+"""Claims about training and runs: what the loop does with batches, ranks, interruptions and bad input."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import train
 from data import Document, anchors_of, best_fit, draft_vocabulary, lay_out, pack
-from decode import Accepted, speculative_greedy, walk
-from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state, import_state
-from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from test_drafts import K3, SIZES
+from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, export_config, export_state, import_state
+from test_decode import TOY, toy_draft, toy_rows
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parent
-TOY = SIZES | {
-    "vocab_size": 32,
-    "draft_vocab_size": 32,
-    "hidden_size": 32,
-    "target_hidden_size": 32,
-    "pad_token_id": None,
-}
-
-
-NEXT = torch.randperm(32, generator=torch.Generator().manual_seed(0))
-
-
-class Toy:
-    """A deterministic target: after token x comes NEXT[x]. Its last hidden state is the token, one-hot."""
-
-    device = torch.device("cpu")
-
-    def states(self, tokens):
-        last = F.one_hot(tokens, 32).float()
-        return torch.cat([last, last.roll(3, -1), last.roll(7, -1)], -1), last
-
-    def head(self, hidden):
-        return 9.0 * F.one_hot(NEXT[hidden.argmax(-1)], 32).float()
-
-    def greedy(self, prompt, n):
-        tokens = [prompt[-1]]
-        for _ in range(n):
-            tokens.append(NEXT[tokens[-1]])
-        return torch.stack(tokens[1:])
-
-
-def toy_rows(draft, text, loss_mask):
-    """One row batch of token rows [B,T] that the toy target reads."""
-    features, last = Toy().states(text)
-    position = torch.arange(text.shape[1]).expand_as(text)
-    return build_rows(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
-
-
-PROMPT = torch.tensor([5, 9, 2])
-
-
-def toy_draft(kind, steps, overfit=False):
-    """A draft trained for `steps` steps on the toy target's continuations of random prompts, or of PROMPT alone."""
-    torch.manual_seed(0)
-    draft = (DeepseekV3Eagle3DraftModel if kind == "deepseek" else KimiK3Eagle3DraftModel)(
-        TOY | ({"rope_theta": 10000.0} if kind == "deepseek" else K3)
-    )
-    draft.freeze_embeddings()
-    loss = TTTLoss(draft)
-    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
-    for i in range(steps):
-        prompts = PROMPT[None] if overfit else torch.randint(32, (2, 3))
-        text = torch.stack([torch.cat([p, Toy().greedy(p, 69)]) for p in prompts])
-        value, _ = loss(toy_rows(draft, text, (torch.arange(72) >= 3).expand_as(text)))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (1 - i / steps) + 1e-4
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-    return draft
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,44 +21,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module", params=["deepseek", "kimi"])
-def toy(request):
-    return {"half trained": toy_draft(request.param, 12), "overfit": toy_draft(request.param, 100, overfit=True)}
-
-
-# ------------------------------------------------------------------------------------------------------------ decoding
-
-
-def test_an_overfit_draft_has_every_drafted_token_accepted(toy):
-    tokens, accepted = speculative_greedy(toy["overfit"], Toy(), PROMPT, 1 + 8 * 8, 7)
-    assert torch.equal(tokens, Toy().greedy(PROMPT, 65))
-    assert accepted == Accepted(64, 8)  # 7 of 7 drafted tokens and the target's own, every round
-
-
-@pytest.mark.parametrize("k", [1, 3, 7])
-def test_decoding_is_lossless_and_takes_the_rounds_that_the_walk_counts(toy, k):
-    draft = toy["half trained"]  # some hits, some misses
-    total, rounds = Accepted(0, 0), Accepted(0, 0)
-    for prompt in torch.randint(32, (8, 3), generator=torch.Generator().manual_seed(k)):
-        want = Toy().greedy(prompt, 48)
-        tokens, accepted = speculative_greedy(draft, Toy(), prompt, 48, k)
-        assert torch.equal(tokens, want)
-        text = torch.cat([prompt, want])[None]
-        rows = toy_rows(
-            draft, text, (torch.arange(51) >= 3)[None] & (torch.arange(51) < 50)
-        )  # 47 tokens after the first
-        with torch.no_grad():
-            _, metrics = TTTLoss(draft)(rows)
-        walked = walk(rows, metrics, k)
-        assert walked.rounds == accepted.rounds and accepted.tokens == 47
-        total, rounds = total + accepted, rounds + walked
-    assert 1.05 < total.length < k + 0.95  # neither all nor nothing, or the test would show little
-
-
-def test_accept_lengths_are_pooled():
-    assert (Accepted(10, 5) + Accepted(90, 30)).length == 100 / 35
 
 
 # ------------------------------------------------------------------------------------------------------------- packing

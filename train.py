@@ -37,13 +37,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from capture import prefetched, write_capture
+from capture import write_capture
 from costs import model_flops, step_memory
+from data import anchors_of
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, save_checkpoint, trimmed
 from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
-from sources import FollowedRows, Rows, Source, Window, open_source
+from sources import FollowedRows, Rows, Source, make_rows, open_source
 from target import Target
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -62,8 +63,10 @@ def main(argv=None) -> None:
         torch.manual_seed(args.seed)
         source = open_source(args, ranks)
         draft = make_draft(args, source, DRAFT_VOCAB["built-in" if is_built_in(args) else "model"])
-        rows, held_out = make_rows(args, ranks, source, draft)
-        say_plan(args, ranks, draft, rows)
+        on_cuda = torch.device(args.device).type == "cuda"
+        make_mask = on_cuda and args.compile != "off" and flex_compiles(args.device)
+        rows, held_out = make_rows(args, source, draft.draft_ids, make_mask)
+        ranks.print(plan(args, ranks, source, draft, rows))
         if instead.dry_run:
             return
         loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
@@ -175,6 +178,54 @@ def open_run(given: Settings, ranks: Ranks):
             raise
 
 
+def capture(args: Settings, out: Path) -> None:
+    """--capture: the target's states at all documents, for later runs with --data OUT."""
+    if "WORLD_SIZE" in os.environ:
+        raise ValueError("--capture runs as one process; give each its own --data and OUT")
+    source = open_source(args, Ranks())
+    if not isinstance(source.target, Target):
+        raise ValueError(f"--capture needs a target that runs here and documents; {args.data} are states already")
+    write_capture(out, source.target, [*source.training, *source.held_out], getattr(torch, args.capture_dtype))
+    print(f"captured: {out}; next: train.py --data {out} --model {args.model or source.target.config.name_or_path}")
+
+
+def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: Rows | FollowedRows) -> str:
+    """What the run will be, and what it needs by formula: rows, fill, steps, memory, hours at the matrix rate."""
+    cfg, t, a, s = draft.config, args.row_tokens, rows.make.anchors, args.ttt_steps
+    trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad == x) for x in (True, False))
+    sizes = [(len(d.tokens), anchors_of(d.loss_mask, s), int(d.loss_mask.sum())) for d in source.training]
+    tokens, anchors, learned = (sum(column) for column in zip(*sizes, strict=True))
+    per_step, batches = args.accumulate * ranks.world, rows.per_epoch
+    steps = args.steps or rows.steps_after(0, per_step)
+    epochs, count = steps * per_step / batches, batches * args.batch_rows
+    form, c = "step" if args.recompute == "step" else "ours", 2 if args.precision == "bfloat16" else 4
+    memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, a / t, c, form, s).values())
+    keys = int(sum(a * s * (n - a / 2) for n, a, _ in sizes))  # answers end their documents
+    work = dict(slots=tokens, pairs=anchors * s, later_pairs=anchors * (s - 1), keys_read=keys)
+    work |= dict(own_keys_read=anchors * s * (s - 1) // 2, supervised=learned * s, taught=learned)
+    flops = epochs * sum(model_flops(cfg, **work).values())
+    hours = flops / matrix_rate(args) / ranks.world / 3600
+    return (
+        f"draft: {type(draft).__name__}, {trained / 1e6:,.2f}M trained parameters, {cfg.draft_vocab_size:,} of "
+        f"{cfg.vocab_size:,} tokens\n"
+        f"rows: {count:,} of {t} slots and {a} anchors an epoch, {tokens / (count * t):.0%} of the slots and "
+        f"{anchors / (count * a):.0%} of the anchors filled; {steps:,} steps of {args.batch_rows * per_step} rows\n"
+        f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
+        f"at the matrix rate of {args.device}"
+    )
+
+
+def matrix_rate(args: Settings) -> float:
+    """FLOP/s of a square matrix product in the run's precision, the best of three."""
+    width = 8192 if torch.device(args.device).type == "cuda" else 1024
+    x, best = torch.randn(width, width, device=args.device, dtype=getattr(torch, args.precision)), math.inf
+    for _ in range(4):
+        start = time.perf_counter()
+        float((x @ x)[0, 0])  # waits for the device
+        best = min(best, time.perf_counter() - start)
+    return 2 * width**3 / best
+
+
 @functools.cache
 def flex_compiles(device: str) -> bool:
     """Whether FlexAttention compiles for this device; if not, says so, and plain attention takes its place."""
@@ -208,53 +259,99 @@ def autocast(args: Settings):
 BAD_STEPS = 10  # so many in a row are skipped before a run gives up
 
 
-def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows) -> None:
+def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows | FollowedRows, check: Callable) -> None:
     """All optimizer steps that are left. SIGINT and SIGTERM end it after a checkpoint, by KeyboardInterrupt."""
     parameters = [p for p in loss.parameters() if p.requires_grad]
     optimizer = make_optimizer(args, parameters)
-    per_step = args.accumulate * ranks.world
     done, consumed = load_checkpoint(run, loss.draft, optimizer, args.device)  # steps, micro-batches of all ranks
-    steps = args.steps or done + -(-(rows.count(args.epochs) - consumed) // per_step)
+    steps = args.steps or done + rows.steps_after(consumed, args.accumulate * ranks.world)
     model = DistributedDataParallel(loss) if ranks.world > 1 else loss
-    first = ranks.rank == 0
-    if first:
-        shape = f"{args.row_tokens} slots and {rows.anchors} anchors, {args.batch_rows * per_step} rows a step"
-        print(f"rows of {shape}, {steps} steps{f', {done} of them done' if done else ''}, on {args.device}")
-        log = trimmed_log(run / "log.jsonl", done)
-    bar = tqdm(
-        range(done + 1, steps + 1), desc="training the draft", unit="step", initial=done, total=steps, disable=not first
-    )
-    empty, bad, start = 0, 0, time.perf_counter()
-    with Interruption() as interruption:
-        for step in bar:
+    log = Log(args, ranks, run, done, steps)
+    saved = done
+    with Interruption(rows.stop) as interruption, contextlib.closing(rows.windows(consumed, ranks)) as windows, log:
+        for step in log.steps():
+            window = next(windows)
+            if not ranks.sum(torch.tensor(float(not window.ended), device=args.device)):
+                break  # a stream that ended on all ranks
+            consumed = window.consumed
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate(step - 1, steps, args.warmup)
-            ours = [consumed + m * ranks.world + ranks.rank for m in range(args.accumulate)]
-            consumed += per_step
-            line = optimizer_step(args, ranks, model, [rows[i] for i in ours], optimizer, parameters)
-            empty += line["supervised"] == 0
-            bad = 0 if math.isfinite(line["grad_norm"]) else bad + 1
-            if bad:
-                line["skipped"] = ranks.gather([name for i in ours for name in rows.names(i)])
-            now = time.perf_counter()
-            line |= {"lr": optimizer.param_groups[0]["lr"], "tokens_per_second": line["supervised"] / (now - start)}
-            start = now
-            if first:
-                print(json.dumps({"step": step} | line), file=log, flush=True)
-                speed = f"{line['tokens_per_second']:,.0f}"
-                bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
-                if step in (50, steps) and 2 * empty > step - done:
-                    tqdm.write(f"warning: {empty} of {step - done} steps had nothing to learn; check the loss mask")
-            if bad == BAD_STEPS:
-                raise ValueError(
-                    f"loss or gradient was not finite for {bad} steps in a row, up to step {step}, whose data was "
-                    f"{', '.join(line['skipped'][:8])}; {run / 'log.jsonl'} names that of all of them"
-                )
+            line = optimizer_step(args, ranks, model, window.rows, optimizer, parameters)
+            rows.used(window)
+            log.write(step, line | {"lr": optimizer.param_groups[0]["lr"]}, window.documents)
+            if args.eval_every and step % args.eval_every == 0 and step < steps:
+                log.evaluation(step, check())
             stop = bool(ranks.sum(torch.tensor(float(interruption.asked), device=args.device)) > 0)
-            if first and (stop or step % args.save_every == 0 or step == steps):
-                save_checkpoint(run, loss.draft, optimizer, step, consumed, args.keep)
+            if stop or step % args.save_every == 0 or step == steps:
+                saved = save(ranks, run, loss.draft, optimizer, step, consumed, args.keep)
             if stop:
                 raise KeyboardInterrupt
+        if saved < log.last:
+            save(ranks, run, loss.draft, optimizer, log.last, consumed, args.keep)
+        if interruption.asked:
+            raise KeyboardInterrupt
+
+
+def save(ranks: Ranks, run: Path, draft: nn.Module, optimizer, step: int, consumed: int, keep: int) -> int:
+    if ranks.rank == 0:
+        save_checkpoint(run, draft, optimizer, step, consumed, keep)
+    return step
+
+
+class Log:
+    """What a run says while it trains: a bar, a line a step in log.jsonl, a line an evaluation in eval.jsonl.
+
+    ValueError after BAD_STEPS steps in a row whose gradient was not finite, with the data they were made from.
+    """
+
+    def __init__(self, args: Settings, ranks: Ranks, run: Path, done: int, steps: int):
+        self.args, self.ranks, self.run, self.done, self.total, self.last = args, ranks, run, done, steps, done
+        self.empty, self.bad, self.start, self.first = 0, 0, time.perf_counter(), ranks.rank == 0
+
+    def __enter__(self):
+        if self.first:
+            self.files = [trimmed(self.run / name, self.done) for name in ("log.jsonl", "eval.jsonl")]
+        return self
+
+    def __exit__(self, *error):
+        if self.first:
+            for file in self.files:
+                file.close()
+
+    def steps(self):
+        """Step numbers to come, shown by a bar; without end where the data's length is not known for sure."""
+        numbers = itertools.count(self.done + 1)
+        if not self.args.follow or self.args.steps:
+            numbers = range(self.done + 1, self.total + 1)
+        how = {"desc": "training the draft", "unit": "step", "initial": self.done, "total": self.total}
+        self.bar = tqdm(numbers, **how, disable=not self.first)
+        return self.bar
+
+    def write(self, step: int, line: dict, documents: list) -> None:
+        self.last, self.empty = step, self.empty + (line["supervised"] == 0)
+        self.bad = 0 if math.isfinite(line["grad_norm"]) else self.bad + 1
+        if self.bad:
+            line["skipped"] = self.ranks.gather([d.source for d in documents])
+        now = time.perf_counter()
+        line["tokens_per_second"], self.start = line["supervised"] / (now - self.start), now
+        if self.first:
+            print(json.dumps({"step": step} | line), file=self.files[0], flush=True)
+            speed = f"{line['tokens_per_second']:,.0f}"
+            self.bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
+            seen = step - self.done
+            if step in (self.done + 50, self.total) and 2 * self.empty > seen:
+                tqdm.write(f"warning: {self.empty} of {seen} steps had nothing to learn; check the loss mask")
+        if self.bad == BAD_STEPS:
+            raise ValueError(
+                f"loss or gradient was not finite for {self.bad} steps in a row, up to step {step}, whose data was "
+                f"{', '.join(line['skipped'][:8])}; {self.run / 'log.jsonl'} names that of all of them"
+            )
+
+    def evaluation(self, step: int, result: dict) -> None:
+        if self.first:
+            print(json.dumps({"step": step} | result), file=self.files[1], flush=True)
+            tqdm.write(f"step {step}, held out: simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
+        self.start = time.perf_counter()
 
 
 def make_optimizer(args: Settings, parameters: list) -> torch.optim.Optimizer:
@@ -269,7 +366,7 @@ def make_optimizer(args: Settings, parameters: list) -> torch.optim.Optimizer:
 
 def learning_rate(step: int, steps: int, warmup: float) -> float:
     """Share of the peak: linear warm-up, then a cosine down to a tenth."""
-    rise = max(1, round(warmup * steps))
+    rise, step = max(1, round(warmup * steps)), min(step, steps - 1)  # a stream may be longer than was known
     if step < rise:
         return (step + 1) / rise
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
@@ -311,10 +408,13 @@ def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch],
 
 
 class Interruption:
-    """Within it SIGINT and SIGTERM only ask to stop; a second one stops at once."""
+    """Within it SIGINT and SIGTERM only ask to stop, and call `wake` for what may be waiting; a second one stops at
+    once."""
+
+    def __init__(self, wake: Callable):
+        self.asked, self.wake = False, wake
 
     def __enter__(self):
-        self.asked = False
         self.before = {s: signal.signal(s, self.ask) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
@@ -322,6 +422,7 @@ class Interruption:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        self.wake()
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
@@ -332,34 +433,67 @@ class Interruption:
 
 
 @torch.no_grad()
-def evaluate(args: Settings, ranks: Ranks, loss: TTTLoss, rows: Rows) -> dict:
-    """Over held-out rows: accept lengths at S drafted tokens (simulated, walked) and accuracy per step, all pooled."""
-    walked, sums = Accepted(0, 0), torch.zeros(4, args.ttt_steps, dtype=torch.float64, device=args.device)
-    batches = rows.epoch(0)[: max(1, args.eval_rows // args.batch_rows)]
-    for batch in batches[ranks.rank :: ranks.world]:
-        made = rows.make(batch)
+def evaluate(args: Settings, ranks: Ranks, loss: TTTLoss, held_out: Rows | FollowedRows) -> dict:
+    """Over held-out rows: accept lengths at S drafted tokens (simulated, walked), by position too, and accuracy per
+    step, all pooled; `on_policy` is the share of learned tokens that are the teacher's own choice."""
+    new = dict(dtype=torch.float64, device=args.device)
+    walked, chains = torch.zeros(len(BUCKETS), 2, **new), torch.zeros(len(BUCKETS), 2, args.ttt_steps, **new)
+    steps, own = torch.zeros(2, args.ttt_steps, **new), torch.zeros(2, **new)
+    for rows in held_out.some(args.eval_rows, ranks):
         with autocast(args):
-            _, m = loss(made)
-        walked += walk(made, m)
-        sums += torch.stack([m.step_prefix_hits, m.step_valid, m.step_hits, m.step_supervised])
-    prefix_hits, valid, hits, supervised = ranks.sum(sums)
-    walked = Accepted(*ranks.sum(torch.tensor(walked, dtype=torch.float64, device=args.device)).tolist())
-    return {
-        "simulated": 1 + float((prefix_hits / valid.clamp(min=1)).sum()),
-        "walked": walked.length,
+            _, m = loss(rows)
+        walked += torch.tensor(list(walk_by_bucket(rows, m).values()), **new)
+        chains += chains_by_bucket(rows, m)
+        steps += torch.stack([m.step_hits, m.step_supervised])
+        own += torch.stack(on_policy(rows, loss.draft.draft_ids))
+    walked, chains, (hits, supervised), (same, learned) = (ranks.sum(x) for x in (walked, chains, steps, own))
+    return accept_lengths(walked.sum(0), chains.sum(0)) | {
         "accuracy": (hits / supervised.clamp(min=1)).tolist(),
-        "slots": int(valid[0]),
+        "on_policy": float(same / learned.clamp(min=1)),
+        "by_position": {
+            name: accept_lengths(w, c) for name, w, c in zip(BUCKETS, walked, chains, strict=True) if w[1] > 0
+        },
     }
 
 
-def decode_for_real(args: Settings, target: Target, draft: nn.Module, documents: list) -> dict:
+def accept_lengths(walked: Tensor, chains: Tensor) -> dict:
+    """walked (tokens, rounds), chains [2,S] (right up to step s, valid up to s)."""
+    hits, valid = chains
+    simulated = 1 + float((hits / valid.clamp(min=1)).sum())
+    return {"simulated": simulated, "walked": Accepted(*walked.tolist()).length, "slots": int(valid[0])}
+
+
+def chains_by_bucket(rows: RowBatch, m: Metrics) -> Tensor:
+    """[buckets,2,S]: chains right up to step s, and valid ones, by the position they start at."""
+    position = rows.position.gather(1, rows.anchors.clamp(min=0))
+    valid = rows.valid.long().cumprod(0)
+    chains = torch.stack([(m.hit & rows.valid).long().cumprod(0), valid])  # [2,S,B,A]
+    ends = [0, *BUCKETS.values()]
+    inside = torch.stack([(position >= a) & (position < b) for a, b in itertools.pairwise(ends)])
+    return torch.einsum("csba,kba->kcs", chains.double(), inside.double())
+
+
+def on_policy(rows: RowBatch, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """How many learned tokens are what the teacher would have said greedily, and of how many."""
+    supervised = rows.teacher_index[0] >= 0
+    choice = draft_ids[rows.teacher.argmax(-1).gather(1, rows.teacher_index[0].clamp(min=0))]  # after token anchor + 1
+    after = (rows.anchors + 2).clamp(0, rows.tokens.shape[1] - 1)
+    counted = supervised & (rows.document.gather(1, after) == rows.document.gather(1, rows.anchors.clamp(min=0)))
+    return ((rows.tokens.gather(1, after) == choice) & counted).sum(), counted.sum()
+
+
+def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
     """Greedy speculative decoding after held-out prompts, its tokens compared with the target's own greedy ones."""
-    accepted, same = Accepted(0, 0), 0
-    prompts = [d.tokens[: int(d.loss_mask.int().argmax())] for d in documents[: args.decode_prompts]]
+    accepted, same, target = Accepted(0, 0), 0, source.target
+    prompts = [d.tokens[: int(d.loss_mask.int().argmax())] for d in source.held_out[: args.decode_prompts]]
+    if not isinstance(target, Target):
+        prompts = []  # only its states were at hand
+    verifier = choose_verifier(target) if prompts else None
     for prompt in tqdm(prompts, desc="decoding", unit="prompt", disable=not prompts):
-        tokens, rounds = speculative_greedy(draft, target, prompt, args.decode_tokens, args.ttt_steps)
-        accepted += rounds
-        same += torch.equal(tokens, target.greedy(prompt, args.decode_tokens))
+        drafter = Drafter(draft, 1, len(prompt) + args.decode_tokens, args.ttt_steps)
+        (decoded,) = speculative(drafter, target, [prompt], args.decode_tokens, verifier=verifier)
+        accepted += decoded.accepted
+        same += torch.equal(decoded.tokens, target.greedy(prompt, args.decode_tokens).cpu())
     return {"prompts": len(prompts), "identical": same, "rounds": accepted.rounds, "decoded": accepted.length}
 
 
@@ -368,12 +502,21 @@ def report(args: Settings, run: Path, result: dict) -> None:
     k = args.ttt_steps
     print(f"\nheld out, greedy, chains of {k}, {result['slots']:,} slots:")
     print(f"  accept length   simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
+    if len(result["by_position"]) > 1:
+        for name, x in result["by_position"].items():
+            place = f"{name} ({x['slots']:,} slots)"
+            print(f"    at {place:<24} simulated {x['simulated']:.2f}, walked {x['walked']:.2f}")
     print(f"  accuracy        {' '.join(f'{x:.1%}' for x in result['accuracy'])}  (steps 1..{k})")
     if result["prompts"]:
         what = f"{result['prompts']} prompts of {args.decode_tokens} new tokens, {result['rounds']} rounds"
         print(f"  decoded         {result['decoded']:.2f} tokens a round ({what})")
         print(
             f"                  {result['identical']} of {result['prompts']} identical to the target's greedy decoding"
+        )
+    if args.data and result["on_policy"] < 0.5:
+        print(
+            f"warning: the target would have said only {result['on_policy']:.0%} of the learned tokens itself; a draft "
+            "learns more from answers that its target generated"
         )
     print(f"log: {run / 'log.jsonl'}; next: serve {run / 'draft'} beside its target, or train on with another --name")
 

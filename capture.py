@@ -1,0 +1,318 @@
+"""Capturing states: in a layout of our own, ahead of the training step, or as a running vLLM writes them."""
+
+import hashlib
+import json
+import os
+import queue
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from einops import rearrange
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from captured import (
+    CAPTURE_KEYS,
+    CAPTURE_VERSION,
+    being_written,
+    check_tokens,
+    head_sample,
+    is_finite,
+    layer_file_length,
+    read_index,
+    read_layers,
+    token_key,
+)
+from data import Document
+from files import Damaged, naming, read_json, replace_with
+from target import Target
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+CHUNK_TOKENS = 16384  # captured together
+
+
+def write_capture(out, target: Target, documents: list[Document], dtype=torch.bfloat16, note: str = "") -> None:
+    """Capture all documents into the directory `out`, in float32 or bf16; goes on where a killed call stopped.
+
+    hidden_states/hs_{i}.safetensors in the layout of speculators but for the last layer, which is stored as training
+    reads it, after the final norm (capture.json says so); index.jsonl gets a conversation's line once its file is
+    whole. Interrupted or not, the bytes are the same.
+    ValueError: the disk is too small (before anything is written), `out` holds anything but the same capture.
+    """
+    out = Path(out)
+    done = check_out(out, meta := describe(target, documents, dtype, note))
+    lengths = [len(d.tokens) for d in documents]
+    check_space(out, lengths, done, bytes_per_token(target.hidden_size, dtype))
+    out.mkdir(parents=True, exist_ok=True)
+    replace_with(out / "capture.json", lambda half: half.write_text(json.dumps(meta, indent=1) + "\n"))
+    (out / "hidden_states").mkdir(exist_ok=True)
+    with (out / "index.jsonl").open("a") as index, tqdm(total=sum(lengths), desc="capturing", unit="token") as bar:
+        bar.update(sum(lengths[:done]))
+        for chunk in chunks(lengths):
+            if chunk[-1] < done:
+                continue
+            # whole chunks, also after an interruption: the same batches give the same bits
+            captured = target.capture([documents[i].tokens for i in chunk])
+            for i, states in zip(chunk, captured, strict=True):
+                if i >= done:
+                    write_document(out, index, f"hidden_states/hs_{i}.safetensors", documents[i], states, dtype)
+                    bar.update(lengths[i])
+
+
+def write_document(out: Path, index, name: str, document: Document, states, dtype) -> None:
+    features, last = (x.to("cpu", dtype) for x in states)
+    hidden = torch.cat([rearrange(features, "s (l h) -> s l h", l=3), last[:, None]], dim=1)
+    tensors = {"hidden_states": hidden, "token_ids": document.tokens.cpu()}
+    replace_with(out / name, lambda half: save_file(tensors, half, metadata={"last_hidden": "after_norm"}))
+    row = {"file": name, "input_ids": document.tokens.tolist(), "loss_mask": document.loss_mask.int().tolist()}
+    index.write(json.dumps(row) + "\n")
+    index.flush()
+
+
+def describe(target: Target, documents: list[Document], dtype, note: str) -> dict:
+    """capture.json: what a directory holds, and by digests of what."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"states are stored in float32 or bfloat16, not in {dtype}")
+    if not documents:
+        raise ValueError("there are no documents to capture")
+    texts, weights = hashlib.sha256(), hashlib.sha256()
+    for d in documents:
+        texts.update(f"{token_key(d.tokens)} {token_key(d.loss_mask)}\n".encode())
+    for name, x in target.model.named_parameters():  # a few numbers of each tell fine-tuned weights apart
+        weights.update(f"{name} {list(x.shape)} {x.detach().flatten()[:8].float().tolist()}\n".encode())
+    return {
+        "version": CAPTURE_VERSION,
+        "note": note,
+        "target": target.config.model_type,
+        "target_digest": weights.hexdigest(),
+        "documents": len(documents),
+        "documents_digest": texts.hexdigest(),
+        "hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "aux_layers": list(target.aux_layers),
+        "dtype": str(dtype).removeprefix("torch."),
+        "last_hidden": "after_norm",
+        "head": head_sample(target.lm_head),
+    }
+
+
+def check_out(out: Path, meta: dict) -> int:
+    """How many documents of this very capture `out` holds already, cutting off what an interruption left half done."""
+    if not out.exists() or all(x.suffix == ".part" for x in out.iterdir()):
+        return 0
+    if not (out / "capture.json").is_file():
+        raise ValueError(f"{out} exists and holds no capture; name another directory, or remove it")
+    held = read_json(out / "capture.json", CAPTURE_KEYS)
+    if other := [key for key in meta if key != "note" and held.get(key) != meta[key]]:
+        said = ", ".join(f"{key} {held.get(key)!r}, not {meta[key]!r}" for key in other)
+        raise ValueError(f"{out} holds another capture ({said}); name another directory, or remove it")
+    index = out / "index.jsonl"
+    if not index.exists():
+        return 0
+    rows, used = read_index(index)
+    os.truncate(index, used)
+    return len(rows)
+
+
+def check_space(out: Path, lengths: list[int], done: int, per_token: int) -> None:
+    left = per_token * sum(lengths[done:])
+    parent = next(p for p in (out.absolute(), *out.absolute().parents) if p.exists())
+    free = shutil.disk_usage(parent).free
+    print(
+        f"capture: {sum(lengths):,} tokens of {per_token:,} bytes, {per_token * sum(lengths) / 1e9:,.2f} GB in {out}; "
+        f"{left / 1e9:,.2f} GB to write, {free / 1e9:,.2f} GB free"
+    )
+    if left > free:
+        raise ValueError(
+            f"{left / 1e9:,.2f} GB do not fit into the {free / 1e9:,.2f} GB left at {parent}; free some first"
+        )
+
+
+def bytes_per_token(hidden: int, dtype) -> int:
+    return 4 * hidden * dtype.itemsize + torch.long.itemsize
+
+
+def chunks(lengths: list[int]) -> Iterator[list[int]]:
+    """Consecutive indices of CHUNK_TOKENS at most, or of one document: they depend on the documents alone."""
+    chunk = []
+    for i, length in enumerate(lengths):
+        if chunk and sum(lengths[j] for j in chunk) + length > CHUNK_TOKENS:
+            yield chunk
+            chunk = []
+        chunk.append(i)
+    yield chunk
+
+
+# ------------------------------------------------------------------------------------- while training: ahead, and after
+
+
+def prefetched(iterable: Iterable, depth: int = 2) -> Iterator:
+    """The items of `iterable` in order, made by a thread up to `depth` ahead of the consumer.
+
+    What it raises is raised here. The thread ends with the consumer: when that stops early, an `iterable.stop()` is
+    called if there is one, so that a source that waits for files wakes up.
+    """
+    ready, stopped, end = queue.Queue(depth), threading.Event(), object()
+
+    def put(item, error=None) -> bool:
+        while not stopped.is_set():
+            with suppress(queue.Full):
+                ready.put((item, error), timeout=0.1)
+                return True
+        return False
+
+    def fill():
+        try:
+            for item in iterable:
+                if not put(item):
+                    return
+            put(end)
+        except BaseException as error:
+            put(end, error)
+
+    thread = threading.Thread(target=fill, name="prefetched", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            if item is end:
+                return
+            yield item
+    finally:
+        stopped.set()
+        if hasattr(iterable, "stop"):
+            iterable.stop()
+        thread.join()
+
+
+class Follower:
+    """(document, features [S,3H], last [S,H]) of the files that a running vLLM (extract_hidden_states) leaves in a
+    directory: oldest first, each deleted once `done(document)` says that it was used.
+
+    Takes files that no writer holds locked and that read whole. One that stays damaged and unchanged for `patience`
+    looks is renamed .bad; one whose tokens have no mask in `masks` (`masks_of` the conversations sent) is deleted. Both
+    are counted in `skipped`. Ends once the file `stop_name` exists and none of its files is left; ranks share the files
+    by name. Above `max_bytes` in all rank 0 says so once and makes a file PAUSE, which whoever sends requests must
+    heed, and removes it below half.
+    """
+
+    def __init__(
+        self,
+        directory,
+        ends,
+        masks: dict,
+        *,
+        stop_name="STOP",
+        poll_s=1.0,
+        rank=0,
+        world=1,
+        max_bytes=None,
+        patience=10,
+    ):
+        self.directory, self.ends, self.masks = Path(directory), ends, masks
+        if not self.directory.is_dir():
+            raise ValueError(f"{directory} is no directory; make it before vLLM writes there")
+        self.stop_name, self.poll_s, self.rank, self.world = stop_name, poll_s, rank, world
+        self.max_bytes, self.patience = max_bytes, patience
+        self.skipped, self.damaged = Counter(), {}  # path: (looks, time and size it had)
+        self.taken, self.waiting = set(), []
+        self.warned, self.stopped = False, threading.Event()
+
+    def __iter__(self) -> "Follower":
+        return self
+
+    def __next__(self) -> tuple[Document, Tensor, Tensor]:
+        while not self.stopped.is_set():
+            while self.waiting:
+                if (item := self.take(self.waiting.pop(0))) is not None:
+                    return item
+            at_end = (self.directory / self.stop_name).exists()  # before the look: a file may come between
+            self.waiting = self.look()
+            if at_end and not self.waiting:
+                break
+            if not any(not being_written(path) and path not in self.damaged for path in self.waiting):
+                self.stopped.wait(self.poll_s)
+        raise StopIteration
+
+    def done(self, document: Document) -> None:
+        """Deletes the document's file."""
+        path = Path(document.source)
+        self.remove(path)
+        self.taken.discard(path)
+
+    def stop(self) -> None:
+        """Ends the iteration, from any thread; files that are left stay."""
+        self.stopped.set()
+
+    def look(self) -> list[Path]:
+        """This rank's files that were not taken yet, the oldest first."""
+        files, used = [], 0
+        for path in self.directory.glob("*.safetensors"):
+            with suppress(FileNotFoundError):  # another rank was done with it
+                stat = path.stat()
+                used += stat.st_size
+                if self.is_mine(path) and path not in self.taken:
+                    files.append((stat.st_mtime_ns, path.name, path))
+        if self.max_bytes is not None and self.rank == 0:
+            self.bound(used)
+        return [path for *_, path in sorted(files)]
+
+    def is_mine(self, path: Path) -> bool:
+        return int(hashlib.sha256(path.name.encode()).hexdigest(), 16) % self.world == self.rank
+
+    def bound(self, used: int) -> None:
+        pause = self.directory / "PAUSE"
+        if used > self.max_bytes:
+            if not self.warned:
+                print(f"warning: {used / 1e9:,.2f} GB wait in {self.directory}, more than {self.max_bytes / 1e9:,.2f}")
+            self.warned = True
+            pause.touch()
+        elif used < self.max_bytes / 2:
+            pause.unlink(missing_ok=True)
+
+    def take(self, path: Path) -> tuple[Document, Tensor, Tensor] | None:
+        if being_written(path) or not path.exists():
+            return None
+        try:
+            with naming(path):
+                layer_file_length(path, self.ends.hidden_size)
+                features, last, tokens = read_layers(path)
+                check_tokens(tokens, self.ends.vocab_size)
+                last = self.ends.norm(last)
+                if not (is_finite(features) and is_finite(last)):
+                    raise ValueError("its states hold NaN or Inf")
+        except Damaged:
+            self.doubt(path)
+            return None
+        self.damaged.pop(path, None)
+        mask = self.masks.get(token_key(tokens))
+        if mask is None:
+            self.skipped["no mask"] += 1
+            self.remove(path)
+            return None
+        self.taken.add(path)
+        return Document(tokens, torch.as_tensor(mask).bool(), str(path)), features, last
+
+    def doubt(self, path: Path) -> None:
+        with suppress(FileNotFoundError):
+            stat = path.stat()
+            stamp = stat.st_mtime_ns, stat.st_size
+            looks, before = self.damaged.get(path, (0, stamp))
+            self.damaged[path] = (looks + 1 if stamp == before else 1, stamp)
+            if self.damaged[path][0] >= self.patience:
+                path.rename(f"{path}.bad")
+                self.skipped["damaged"] += 1
+                del self.damaged[path]
+
+    def remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        Path(f"{path}.lock").unlink(missing_ok=True)

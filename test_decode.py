@@ -1,0 +1,616 @@
+"""Claims about decoding: the text is the target's own, whatever the draft says, and the rounds are counted right.
+
+The targets are small models of every kind that verification meets: one without a cache, one whose cache can be cropped
+and masked, recurrent ones, and tables whose exact distribution can be enumerated.
+"""
+
+import json
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
+
+import bench
+import bench_decode
+import decode
+from decode import (
+    BUCKETS,
+    Accepted,
+    Cropped,
+    Drafter,
+    Round,
+    Snapshots,
+    WholeText,
+    by_bucket,
+    by_depth,
+    choose_verifier,
+    distribution,
+    pick,
+    speculative,
+    walk,
+    walk_by_bucket,
+)
+from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state
+from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from target import Target
+from test_drafts import K3, SIZES, make_batch, make_draft, make_rows
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+TOY = SIZES | {"vocab_size": 32, "draft_vocab_size": 32, "pad_token_id": None}
+TOY |= {"hidden_size": 32, "target_hidden_size": 32}
+NEXT = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+
+
+class Toy:
+    """A deterministic target: after token x comes NEXT[x]. Its last hidden state is the token, one-hot."""
+
+    device, vocab_size, cache_name, stop_token_ids = torch.device("cpu"), 32, None, []
+
+    def states(self, tokens):
+        last = F.one_hot(tokens, 32).float()
+        return torch.cat([last, last.roll(3, -1), last.roll(7, -1)], -1), last
+
+    def capture(self, texts):
+        return [self.states(text) for text in texts]
+
+    def head(self, hidden):
+        return 9.0 * F.one_hot(NEXT[hidden.argmax(-1)], 32).float()
+
+    def greedy(self, prompt, n):
+        tokens = [prompt[-1]]
+        for _ in range(n):
+            tokens.append(NEXT[tokens[-1]])
+        return torch.stack(tokens[1:])
+
+
+def toy_rows(draft, text, loss_mask):
+    """One row batch of token rows [B,T] that the toy target reads."""
+    features, last = Toy().states(text)
+    position = torch.arange(text.shape[1]).expand_as(text)
+    return build_rows(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
+
+
+PROMPT = torch.tensor([5, 9, 2])
+
+
+def toy_draft(kind, steps, overfit=False):
+    """A draft trained for `steps` steps on the toy target's continuations of random prompts, or of PROMPT alone."""
+    torch.manual_seed(0)
+    draft = (DeepseekV3Eagle3DraftModel if kind == "deepseek" else KimiK3Eagle3DraftModel)(
+        TOY | ({"rope_theta": 10000.0} if kind == "deepseek" else K3)
+    )
+    draft.freeze_embeddings()
+    loss = TTTLoss(draft)
+    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
+    for i in range(steps):
+        prompts = PROMPT[None] if overfit else torch.randint(32, (2, 3))
+        text = torch.stack([torch.cat([p, Toy().greedy(p, 69)]) for p in prompts])
+        value, _ = loss(toy_rows(draft, text, (torch.arange(72) >= 3).expand_as(text)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (1 - i / steps) + 1e-4
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+    return draft
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=["deepseek", "kimi"])
+def toy(request):
+    return {"half trained": toy_draft(request.param, 12), "overfit": toy_draft(request.param, 100, overfit=True)}
+
+
+def continued(draft, target, prompts, n, k, temperature=0.0, top_p=1.0, **how):
+    longest = max(len(prompt) for prompt in prompts)
+    return speculative(Drafter(draft, len(prompts), longest + n, k, temperature, top_p), target, prompts, n, **how)
+
+
+# ----------------------------------------------------------------------------------------- greedy, and what rounds say
+
+
+def test_an_overfit_draft_has_every_drafted_token_accepted(toy):
+    (decoded,) = continued(toy["overfit"], Toy(), [PROMPT], 1 + 8 * 8, 7)
+    assert torch.equal(decoded.tokens, Toy().greedy(PROMPT, 65))
+    assert decoded.accepted == Accepted(64, 8)  # 7 of 7 drafted tokens and the target's own, every round
+    assert decoded.rounds == [Round(2 + 8 * i, 7, 7, 8) for i in range(8)]
+    (cut,) = continued(toy["overfit"], Toy(), [PROMPT], 1 + 8 + 3, 7)
+    assert cut.rounds[1] == Round(10, 3, 3, 3)  # what a chain says past the last token asked for does not count
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_decoding_is_lossless_and_takes_the_rounds_that_the_walk_counts(toy, k):
+    draft = toy["half trained"]  # some hits, some misses
+    prompts = list(torch.randint(32, (8, 3), generator=torch.Generator().manual_seed(k)))
+    decoded, total = continued(draft, Toy(), prompts, 48, k), Accepted(0, 0)
+    for prompt, one in zip(prompts, decoded, strict=True):
+        want = Toy().greedy(prompt, 48)
+        assert torch.equal(one.tokens, want)
+        text, slot = torch.cat([prompt, want])[None], torch.arange(51)[None]
+        rows = toy_rows(draft, text, (slot >= 3) & (slot < 50))  # 47 tokens after the first
+        with torch.no_grad():
+            _, metrics = TTTLoss(draft)(rows)
+        assert walk(rows, metrics, k).rounds == one.accepted.rounds == len(one.rounds) and one.accepted.tokens == 47
+        assert sum(round.tokens for round in one.rounds) == 47
+        starts = [3 - 1 + sum(round.tokens for round in one.rounds[:i]) for i in range(len(one.rounds))]
+        assert [round.start for round in one.rounds] == starts
+        total += one.accepted
+    assert 1.05 < total.length < k + 0.95  # neither all nor nothing, or the test would show little
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 3), (2, 1), (2, 7), (23, 1), (23, 3), (23, 7)])
+def test_rows_of_a_batch_get_what_they_get_alone(toy, n, k):
+    prompts = [torch.randint(32, (length,), generator=torch.Generator().manual_seed(length)) for length in (1, 6, 2, 9)]
+    together = continued(toy["half trained"], Toy(), prompts, n, k)
+    assert n < 23 or k == 1 or len({len(one.rounds) for one in together}) > 1
+    for prompt, one in zip(prompts, together, strict=True):
+        (alone,) = continued(toy["half trained"], Toy(), [prompt], n, k)
+        assert torch.equal(one.tokens, Toy().greedy(prompt, n)) and torch.equal(one.tokens, alone.tokens)
+        assert one.rounds == alone.rounds and len(one.tokens) == n
+
+
+def test_a_stop_token_ends_the_text_wherever_it_stands(toy):
+    target, prompts, seen, k = Toy(), [PROMPT, torch.tensor([7])], set(), 3
+    for stop in range(9):
+        target.stop_token_ids = [int(target.greedy(PROMPT, 9)[stop]), 99]
+        decoded = continued(toy["overfit"], target, prompts, 13, k, ignore_eos=False)
+        for prompt, one in zip(prompts, decoded, strict=True):
+            want = target.greedy(prompt, 13).tolist()
+            first = [i for i, x in enumerate(want) if x in target.stop_token_ids][:1]
+            assert one.tokens.tolist() == want[: first[0] + 1 if first else 13]
+            assert one.accepted.tokens == sum(round.tokens for round in one.rounds)
+            for round in one.rounds:
+                assert round.accepted <= round.drafted <= k and round.tokens <= round.accepted + 1
+            seen |= {round.tokens - round.accepted for round in one.rounds[-1:]}
+    assert torch.equal(continued(toy["overfit"], target, [PROMPT], 13, k)[0].tokens, target.greedy(PROMPT, 13))
+    assert seen == {0, 1}  # ended by a drafted token, and by the target's own
+
+
+def test_accept_lengths_are_pooled_by_depth_and_by_position():
+    assert (Accepted(10, 5) + Accepted(90, 30)).length == 100 / 35
+    rounds = [Round(2047, 3, 3, 4), Round(2048, 3, 1, 2), Round(8191, 3, 0, 1), Round(40000, 2, 2, 2)]
+    assert by_depth(rounds, 3) == [(3, 4), (2, 4), (1, 3)]
+    want = {"0-2K": Accepted(4, 1), "2-8K": Accepted(3, 2), "8-32K": Accepted(0, 0), "32K-": Accepted(2, 1)}
+    assert by_bucket(rounds) == want
+
+
+@pytest.mark.parametrize("k", [2, None])
+def test_the_walks_buckets_are_those_of_the_positions_and_sum_to_the_walk(k):
+    draft, _ = make_draft("deepseek")
+    rows = make_rows(draft, make_batch([[9, 8, -2], [19]], share=0.9), 3)
+    hit = torch.rand(rows.valid.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    metrics = SimpleNamespace(hit=hit & rows.valid)
+    whole = walk(rows, metrics, k)
+    found = set()
+    for start in (0, 2040, 8184, 32760, 50000):
+        moved = rows._replace(position=rows.position + start)
+        buckets = walk_by_bucket(moved, metrics, k)
+        assert list(buckets) == list(BUCKETS)
+        assert sum(buckets.values(), Accepted(0, 0)) == whole == walk(moved, metrics, k)
+        found.add(tuple(name for name, accepted in buckets.items() if accepted.rounds))
+    assert found == {("0-2K",), ("0-2K", "2-8K"), ("2-8K", "8-32K"), ("8-32K", "32K-"), ("32K-",)}
+
+
+# ------------------------------------------------------------------------------------------------ targets with a cache
+
+
+class RecurrentConfig(transformers.PretrainedConfig):
+    model_type = "recurrent_toy"
+
+
+class Recurrent(transformers.PreTrainedModel):
+    """Layers of a running state, which no cache can take back. `forgetful`: several tokens at once start it anew."""
+
+    config_class, base_model_prefix, forgetful = RecurrentConfig, "model", False
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = RecurrentBackbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, **kwargs):
+        return CausalLMOutput(logits=self.lm_head(self.model(input_ids).last_hidden_state))
+
+
+class RecurrentBackbone(transformers.PreTrainedModel):
+    config_class = RecurrentConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        h = config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, h)
+        self.layers = nn.ModuleList(nn.Linear(2 * h, h) for _ in range(config.num_hidden_layers))
+        self.post_init()
+
+    def forward(self, input_ids, past_key_values=None, use_cache=False):
+        if past_key_values is None or (Recurrent.forgetful and input_ids.shape[1] > 1):
+            past_key_values = [torch.zeros(len(input_ids), self.config.hidden_size) for _ in self.layers]
+        x = self.embed_tokens(input_ids)
+        for j, layer in enumerate(self.layers):
+            states = [past_key_values[j]]
+            for t in range(x.shape[1]):
+                states.append(torch.tanh(states[-1] * 0.7 + x[:, t]))
+            past_key_values[j].copy_(states[-1])  # in place, as kernels do
+            x = layer(torch.cat([x, torch.stack(states[1:], 1)], -1))
+        output = BaseModelOutput(last_hidden_state=x)
+        output["past_key_values"] = past_key_values
+        return output
+
+
+def sharpened(model):
+    """A target of large random weights: what it says depends on the whole text."""
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.copy_(torch.randn_like(p) * (2 if p.shape[0] == 12 else 1.5 / p.shape[-1] ** 0.5))
+    return Target(model, (0, 1, 2))
+
+
+def recurrent():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 12, "hidden_size": 20, "num_hidden_layers": 4, "eos_token_id": 3, "pad_token_id": None}
+    return sharpened(Recurrent(RecurrentConfig(**sizes, tie_word_embeddings=False)))
+
+
+def attention():
+    torch.manual_seed(0)
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    experts |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 3}
+    sizes = {"hidden_size": 20, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 3}
+    sizes |= {"intermediate_size": 20, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6}
+    sizes |= {"qk_rope_head_dim": 8, "v_head_dim": 5, "vocab_size": 12, "eos_token_id": 3, "pad_token_id": None}
+    sizes |= {"bos_token_id": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    return sharpened(transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**experts, **sizes)))
+
+
+def small_draft(variant="deepseek", width=20, seed=0):
+    """An untrained draft over 7 of 12 tokens, of large random weights."""
+    sizes = {"vocab_size": 12, "draft_vocab_size": 12, "target_hidden_size": width, "pad_token_id": None}
+    draft, cfg = make_draft(variant, seed, **sizes)
+    reduced = type(draft)(cfg | {"draft_vocab_size": 7})
+    state = draft.state_dict()
+    state |= {"lm_head.weight": state["lm_head.weight"][:7], "d2t": reduced.d2t, "t2d": reduced.t2d}
+    reduced.load_state_dict(state)
+    reduced.set_vocab_mapping(torch.tensor([8, 1, 10, 3, 0, 6, 11]))
+    return reduced
+
+
+PROMPTS = [torch.tensor([4, 9, 2, 2, 11, 0]), torch.tensor([7]), torch.tensor([1, 5, 3])]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("make", "variant"), [(attention, "deepseek-yarn"), (recurrent, "kimi")])
+def test_every_verifier_gives_the_targets_own_text(make, variant, temperature):
+    target, draft, n = make(), small_draft(variant), 18
+    suited = choose_verifier(target)
+    want = continued(draft, target, PROMPTS, n, 3, temperature, verifier=WholeText)
+    for verifier in {suited, Snapshots}:
+        texts = continued(draft, target, PROMPTS, n, 3, temperature, verifier=verifier)
+        assert all(torch.equal(a.tokens, b.tokens) and a.rounds == b.rounds for a, b in zip(texts, want, strict=True))
+    for r, (prompt, one) in enumerate(zip(PROMPTS, want, strict=True)):
+        (alone,) = continued(draft, target, [prompt], n, 3, temperature, verifier=suited, seed=r)
+        assert torch.equal(alone.tokens, one.tokens) and alone.rounds == one.rounds
+        assert temperature > 0 or torch.equal(one.tokens, target.greedy(prompt, n))
+    assert len({round.accepted for one in want for round in one.rounds}) > 1  # neither all nor nothing
+
+
+def test_greedy_decoding_stops_where_the_target_stops():
+    target, draft = attention(), small_draft()
+    for prompt in (torch.tensor([x, 5]) for x in range(5)):
+        want = target.greedy(prompt, 30, ignore_eos=False)
+        assert torch.equal(continued(draft, target, [prompt], 30, 3, ignore_eos=False)[0].tokens, want)
+
+
+def test_the_verifier_is_chosen_by_what_the_cache_can_do(monkeypatch):
+    assert (
+        choose_verifier(attention()) is choose_verifier(attention(), 3) is Cropped
+        and choose_verifier(Toy()) is WholeText
+    )
+    target = recurrent()
+    assert choose_verifier(target) is choose_verifier(target, 3) is Snapshots
+    monkeypatch.setattr(Recurrent, "forgetful", True)
+    assert choose_verifier(target) is WholeText
+    target = attention()
+    target.sees_no_padding = False  # then rows of different lengths must not meet
+    assert choose_verifier(target, 3) is Snapshots and choose_verifier(target, 1) is Cropped
+
+
+@pytest.mark.parametrize("defect", ["snapshots keep everything", "holes are seen"])
+def test_a_cache_that_remembers_rejected_tokens_shows(defect, monkeypatch):
+    if defect == "snapshots keep everything":
+        target, verifier = recurrent(), Snapshots
+        monkeypatch.setattr(Snapshots, "keep", lambda self, counts: setattr(self, "caches", list(self.caches)))
+    else:
+        target, verifier = attention(), Cropped
+        keep = Cropped.keep
+        monkeypatch.setattr(Cropped, "keep", lambda self, n: keep(self, torch.full_like(n, n.max())))
+    texts = continued(small_draft(), target, PROMPTS, 25, 3, verifier=verifier)
+    assert not all(torch.equal(x.tokens, target.greedy(p, 25)) for x, p in zip(texts, PROMPTS, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------------ sampling
+
+
+class Table:
+    """What comes next depends on the last two tokens, by a table of random logits."""
+
+    device, vocab_size, cache_name, stop_token_ids = torch.device("cpu"), 12, None, []
+    weight = 1.5 * torch.randn(12, 24, generator=torch.Generator().manual_seed(3))
+
+    def states(self, tokens):
+        one_hot = F.one_hot(tokens, 12).float()
+        last = torch.cat([one_hot, F.pad(one_hot, (0, 0, 1, -1))], -1)
+        return torch.cat([last, last.roll(5, -1), last.roll(9, -1)], -1), last
+
+    def capture(self, texts):
+        states = self.states(pad_sequence(texts, batch_first=True))
+        return [[x[b, : len(text)] for x in states] for b, text in enumerate(texts)]
+
+    def head(self, hidden):
+        return hidden @ self.weight.T
+
+
+def exact_next(text, temperature, top_p):
+    """The distribution behind a text, in plain Python."""
+    x = Table().weight[:, text[-1]] + (Table().weight[:, 12 + text[-2]] if len(text) > 1 else 0)
+    weights = {i: math.exp(v / temperature) for i, v in enumerate(x.tolist())}
+    total, kept, held = sum(weights.values()), {}, 0.0
+    for i in sorted(weights, key=weights.get, reverse=True):
+        if held < top_p * total:
+            kept[i], held = weights[i], held + weights[i]
+    return {i: weight / held for i, weight in kept.items()}
+
+
+def exact_joint(prompt, n, temperature, top_p):
+    """Probability of every continuation of n tokens."""
+    joint = {(): 1.0}
+    for _ in range(n):
+        joint = {
+            (*text, x): p * p_x
+            for text, p in joint.items()
+            for x, p_x in exact_next([*prompt, *text], temperature, top_p).items()
+        }
+    return joint
+
+
+def deviation(temperature, top_p, k, rows=8_000, n=3):
+    """How many standard deviations chi-square lies above its mean, of the first n sampled tokens; text counts below 8
+    are taken together. And the share of drafted tokens that were accepted."""
+    prompt = torch.tensor([4])
+    decoded = continued(small_draft(width=24), Table(), [prompt] * rows, n, k, temperature, top_p)
+    counts = {}
+    for one in decoded:
+        counts[tuple(one.tokens.tolist())] = counts.get(tuple(one.tokens.tolist()), 0) + 1
+    want = {text: p * rows for text, p in exact_joint(prompt.tolist(), n, temperature, top_p).items()}
+    if not counts.keys() <= want.keys():
+        return math.inf, 0.0
+    cells = [(counts.get(text, 0), e) for text, e in want.items() if e >= 8]
+    cells += [(rows - sum(c for c, _ in cells), rows - sum(e for _, e in cells))]
+    chi_square = sum((c - e) ** 2 / e for c, e in cells if e > 1e-6)
+    df = len(cells) - 1
+    rounds = [round for one in decoded for round in one.rounds]
+    return (chi_square - df) / (2 * df) ** 0.5, sum(r.accepted for r in rounds) / sum(r.drafted for r in rounds)
+
+
+@pytest.mark.parametrize(("temperature", "top_p", "k"), [(1.0, 1.0, 2), (0.7, 0.8, 3), (1.6, 1.0, 1)])
+def test_sampled_text_is_distributed_as_the_targets(temperature, top_p, k):
+    z, accepted = deviation(temperature, top_p, k)
+    assert z < 5 and 0.1 < accepted < 0.9
+
+
+def accept_everything(chain, q, p, ids, u):
+    n = torch.full_like(chain[:, :1], chain.shape[1])
+    return n, pick(decode.take(p, n), u[:, -1:])
+
+
+DEFECTS = {
+    "q ignored": ("residual", lambda p, q, ids: p),
+    "q not subtracted but excluded": ("residual", lambda p, q, ids: p.index_fill(-1, ids, 0.0)),
+    "draft vocabulary mapping forgotten": ("residual", lambda p, q, ids: residual(p, q, torch.arange(len(ids)))),
+    "everything accepted": ("accept", accept_everything),
+}
+residual = decode.residual
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_wrong_rejection_shows_in_the_distribution(defect, monkeypatch):
+    monkeypatch.setattr(decode, *DEFECTS[defect])
+    assert deviation(1.0, 1.0, 2)[0] > 20
+
+
+def test_distribution_and_pick():
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0])
+    assert distribution(logits, 0.0, 0.5).tolist() == [0, 1, 0, 0, 0]  # the first of equals, as argmax
+    p = distribution(logits, 1.0, 1.0)
+    assert torch.allclose(p, logits.softmax(-1))
+    assert torch.allclose(distribution(logits, 0.5, 1.0), (2 * logits).softmax(-1))
+    nucleus = distribution(logits, 1.0, 0.5)  # two equals hold 0.79 together, one of them less than 0.5
+    assert nucleus.tolist() == [0, 0.5, 0, 0.5, 0]
+    assert distribution(logits, 1.0, 1e-6).tolist() == [0, 1, 0, 0, 0]
+    weights, edges = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0]), torch.tensor([0.0, 0.6, 0.67, 1 - 2**-24])
+    assert [int(pick(weights, u)) for u in edges] == [1, 1, 3, 3]  # never one of weight 0
+
+
+# ------------------------------------------------------------------------------------------------------------ drafting
+
+
+@pytest.mark.parametrize("variant", ["deepseek-yarn", "deepseek-3.1", "deepseek-no-q-lora", "kimi", "kimi-3.1"])
+def test_cached_states_equal_those_of_the_training_unroll(variant):
+    draft, _ = make_draft(variant)
+    batch = make_batch([[20], [20]], share=0.7)
+    rows = make_rows(draft, batch, steps=4)
+    with torch.no_grad():
+        want = TTTLoss(draft, steps=4).unroll(rows)  # [S,B,A,H]
+        drafter = Drafter(draft, 2, 24, 1)
+        g = draft.project_hidden_states(batch["features"])
+        drafter.prefill(rows.tokens[:, 1:4], batch["features"][:, :3])
+        for slot in range(3, 16):  # a chain from each leaves later slots behind, as rejected tokens do
+            drafter.remember(rows.tokens[:, slot : slot + 2], g[:, slot - 1 : slot + 1], torch.full((2, 1), slot - 1))
+            a = g[:, slot : slot + 1]
+            for s in range(4):
+                a = drafter.step(rows.tokens[:, slot + 1 + s, None], a, torch.full((2, 1), slot + s))
+                for b in range(2):
+                    for index in (rows.anchors[b] == slot).nonzero().flatten():
+                        error = (a[b, 0] - want[s, b, index]).abs().max()
+                        assert error <= 1e-5 * want[s, b, index].abs().max().clamp(min=1), (slot, s)
+
+
+@pytest.mark.parametrize(("variant", "temperature"), [("deepseek-yarn", 0.8), ("kimi-3.1", 0.0)])
+def test_the_compiled_chain_equals_eager_and_is_one_graph(variant, temperature):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    draft, target = small_draft(variant, width=24), Table()
+    torch._dynamo.reset()
+    compiled, eager = (Drafter(draft, 3, 20, 2, temperature, top_p=0.9) for _ in range(2))
+    compiled.compile(backend=backend, fullgraph=True, dynamic=False)
+    for prompts in (PROMPTS, PROMPTS[1:] + PROMPTS[:1]):  # a drafter is used again, its cache as it was left
+        texts = [speculative(drafter, target, prompts, 14) for drafter in (compiled, eager)]
+        assert all(torch.equal(a.tokens, b.tokens) and a.rounds == b.rounds for a, b in zip(*texts, strict=True))
+        assert all(len(one.rounds) > 3 for one in texts[0])
+    assert len(graphs) == 1
+    assert torch.allclose(compiled.latents, eager.latents, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(k=0), "k is 0"),
+        (dict(temperature=-1.0), "temperature -1.0"),
+        (dict(top_p=0.0), r"top_p 0.0"),
+        (dict(prompts=PROMPTS[:2]), r"prompts of \[6, 1\] tokens; this drafter was made for 3"),
+        (dict(prompts=[*PROMPTS[:2], PROMPT[:0]]), "none empty"),
+        (dict(n=0), "max_new_tokens is 0"),
+        (dict(n=100), r"longest prompt \(6\) at most the drafter's max_tokens, 40"),
+        (dict(target=Toy()), "is for 12 tokens, the target has 32"),
+    ],
+)
+def test_bad_requests_say_what_is_wanted(change, said):
+    given = dict(k=3, temperature=0.0, top_p=1.0, prompts=PROMPTS, n=5, target=Table()) | change
+    with pytest.raises(ValueError, match=said) as error:
+        drafter = Drafter(small_draft(width=24), 3, 40, given["k"], given["temperature"], given["top_p"])
+        speculative(drafter, given["target"], given["prompts"], given["n"])
+    assert "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------- bench_decode.py
+
+
+def bench_args(*flags):
+    return bench.parse(["--suite", "decode", "--size", "tiny", "--threads", "1", "--rounds", "1", *map(str, flags)])
+
+
+@pytest.mark.parametrize(("name", "config"), [("deepseek-v3", {"fc_norm": True}), ("kimi-k3", {})])
+def test_bytes_are_those_of_the_weights_that_a_chain_reads_and_of_the_caches(name, config):
+    draft = bench.DRAFTS[name](bench.make_config(name, "tiny", **config)).to(torch.bfloat16)
+    draft.set_vocab_mapping(torch.arange(96))
+    sizes = {key: p.numel() for key, p in draft.named_parameters()}
+    every_step = sum(n for key, n in sizes.items() if not key.startswith(("model.embed_tokens", "model.fc")))
+    once = sum(n for key, n in sizes.items() if key.startswith("model.fc") or "kv_a_proj" in key)
+    up = sizes["model.layers.0.self_attn.kv_b_proj.weight"]
+    for kind, again in ((Drafter, 0), (bench_decode.NaiveDrafter, up)):
+        moved = bench_decode.chain_bytes(draft, 4, 50, 3, kind is bench_decode.NaiveDrafter)
+        assert moved["weights"] == pytest.approx(2 * (3 * every_step + once + again) / (4 * 3))
+        caches = [x for key, x in kind(draft, 4, 47, 3).named_buffers(recurse=False) if key != "ids" and x is not None]
+        assert moved["cache"] == sum(x.numel() * x.element_size() for x in caches) / 4
+
+
+@pytest.mark.parametrize("name", bench.DRAFTS)
+def test_the_naive_caches_draft_the_same_and_a_wrong_one_stops_the_bench(name, monkeypatch):
+    args = bench_args("--draft", name, "--compile", "off", "--context", 20, "--batch", 2, "--k", 3, "--temperature", 1)
+    draft = bench.make_draft(bench.Cell(draft=name, size="tiny"))
+    monkeypatch.setattr(bench_decode, "take_turns", lambda functions, args: dict.fromkeys(functions, [0.5]))
+    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
+    rows, _, _ = bench_decode.time_chains(args, {name: draft})
+    assert [row["implementation"] for row in rows] == ["K/V eager", "latent eager"]
+    for row in rows:
+        assert (row["k"], row["temperature"], row["drafted_per_s"], row["faster"]) == (3, 1.0, 2 * 3 / 0.5, 1.0)
+        assert row["bytes_per_s"] == pytest.approx(sum(row["bytes"].values()) * 12)
+    attend_right = Drafter.attend
+    monkeypatch.setattr(Drafter, "attend", lambda self, q, position: attend_right(self, q, position - 1))
+    with pytest.raises(SystemExit, match="latent eager differs from K/V eager"):
+        bench_decode.time_chains(args, {name: draft})
+
+
+@pytest.fixture
+def run_directory(tmp_path):
+    """An attention target and an exported draft for it."""
+    target, draft = attention(), small_draft()
+    draft.config.eagle_aux_hidden_state_layer_ids = [1, 2, 3]  # as engines count
+    target.model.save_pretrained(tmp_path / "target")
+    (tmp_path / "run" / "draft").mkdir(parents=True)
+    (tmp_path / "run" / "draft" / "config.json").write_text(json.dumps(export_config(draft, torch.float32)))
+    save_file(export_state(draft, torch.float32), tmp_path / "run" / "draft" / "model.safetensors")
+    (tmp_path / "prompts.json").write_text(json.dumps([prompt.tolist() for prompt in PROMPTS]))
+    return tmp_path
+
+
+def test_a_run_is_decoded_and_its_numbers_are_those_of_its_rounds(run_directory):
+    flags = ["--model", run_directory / "target", "--prompts", run_directory / "prompts.json", "--new-tokens", 12]
+    args = bench_args("--run", run_directory / "run", "--k", 2, "--temperature", 0.8, "--top-p", 0.9, *flags)
+    result = bench.suite_decode(args)
+    for row, cell in zip(result["rows"], result["cells"], strict=True):
+        assert (row["k"], row["new_tokens"], row["prompts"]) == (2, 12, 3)
+        rounds = sum(cell["rounds"], [])
+        assert row["rounds"] == len(rounds) and row["accept_length"] == pytest.approx(33 / len(rounds))
+        assert row["tokens_per_forward"] == pytest.approx(36 / (len(rounds) + 3))  # a forward a round, one a prompt
+        assert row["by_position"] == {"0-2K": row["accept_length"]}
+        assert row["faster"] == pytest.approx(sum(cell["plain_seconds"]) / sum(cell["seconds"]))
+        first = sum(round.accepted >= 1 for round in rounds) / sum(round.drafted >= 1 for round in rounds)
+        assert row["by_depth"][0] == pytest.approx(first) and len(row["by_depth"]) == 2
+    assert [row["temperature"] for row in result["rows"]] == [0.0, 0.8] and result["rows"][0]["identical"] == 3
+    target = bench_decode.open_run(args)[1]
+    assert target.aux_layers == (0, 1, 2)
+    greedy = [target.greedy(prompt, 12).tolist() for prompt in PROMPTS]
+    assert [cell["tokens"] == greedy for cell in result["cells"]] == [True, False]
+
+
+def test_plain_sampling_draws_what_the_target_says():
+    prompt, rows = torch.tensor([4]), 1500
+    target = SimpleNamespace(**{name: getattr(Table(), name) for name in ("device", "cache_name", "head")})
+    target.backbone = lambda input_ids, use_cache: BaseModelOutput(last_hidden_state=Table().states(input_ids)[1])
+    texts = [tuple(bench_decode.plain(target, prompt, 2, 0.7, 0.8, seed).tolist()) for seed in range(rows)]
+    want = exact_joint([4], 2, 0.7, 0.8)
+    assert sum(abs(texts.count(text) / rows - p) for text, p in want.items()) < 0.15 and set(texts) <= want.keys()
+
+
+def test_unique_bigrams_are_pooled_over_texts():
+    assert bench_decode.unique_bigrams([[1, 2, 1, 2, 1], [1, 2], [3]]) == 3 / 5
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (["--run", "nowhere"], "no exported draft in nowhere"),
+        (["--run", "run"], "name the directory with --model"),
+        (["--run", "run", "--model", "target", "--prompts", "bad.json"], "no list of lists of token ids in 0..11"),
+        (["--k", "0"], "--k is 0"),
+        (["--top-p", "0"], "--top-p is 0"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_code_2(run_directory, change, said, monkeypatch, capsys):
+    (run_directory / "bad.json").write_text("[[1, 12]]")
+    monkeypatch.chdir(run_directory)
+    with pytest.raises(SystemExit) as stopped:
+        bench.suite_decode(bench_args(*change))
+    message = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert stopped.value.code == 2 and len(message) == 1 and said in message[0]
