@@ -25,15 +25,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import document, python_documents
+from conversations import answered
+from data import python_documents
 from decode import Accepted, Drafter, by_bucket, by_depth, choose_verifier, distribution, pick, speculative, streams
-from draft_deepseek import import_state, upcast
+from draft_deepseek import upcast
+from drafts import load_draft
+from sources import TINY
 from target import Target, load_target, tiny_target
-from train import DRAFTS, TINY
 
 
 def add_flags(parser) -> None:
@@ -285,13 +286,7 @@ def decode_run(args) -> tuple[list[dict], dict, list]:
 def open_run(args) -> tuple[nn.Module, Target]:
     """The exported draft in a run's directory, or the directory itself, and its target. ValueError: it is neither."""
     directory = args.run / "draft" if (args.run / "draft").is_dir() else args.run
-    try:
-        config = json.loads((directory / "config.json").read_text())
-        kind, state = DRAFTS[config["model_type"]], load_file(directory / "model.safetensors")
-    except (OSError, KeyError, ValueError) as error:
-        raise ValueError(f"no exported draft in {directory} ({type(error).__name__}: {error}); give a run") from error
-    draft = kind(config)
-    import_state(draft, state)
+    draft = load_draft(directory)
     ids, settings = draft.config.eagle_aux_hidden_state_layer_ids, directory.parent / "settings.json"
     settings = json.loads(settings.read_text()) if settings.is_file() else {}
     path = args.model or settings.get("model")
@@ -306,8 +301,7 @@ def open_run(args) -> tuple[nn.Module, Target]:
 
 def load_prompts(args, target: Target) -> list[Tensor]:
     if args.prompts is None:
-        pairs = python_documents(held_out=True)[: args.prompt_count]
-        documents = [document(target.tokenizer, *pair) for pair in pairs]
+        documents = answered(target.tokenizer, python_documents(held_out=True)[: args.prompt_count])
         return [d.tokens[: int(d.loss_mask.int().argmax())] for d in documents]
     prompts = json.loads(args.prompts.read_text())
     good = isinstance(prompts, list) and prompts and all(isinstance(p, list) and p for p in prompts)

@@ -74,7 +74,8 @@ def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents,
 
     A hash of the tokens of a conversation's first document alone decides the side. So it is the same on every machine
     and for every seed and stays when data are added, and identical conversations never part, nor do the documents of
-    one. Neither side is empty. ValueError: a share outside 0..1, fewer than two different conversations.
+    one; nor does the order depend on that of the files. Neither side is empty. ValueError: a share outside 0..1, fewer
+    than two different conversations.
     """
     if not 0 < share < 1:
         raise ValueError(f"the held-out share is {share}; it must lie between 0 and 1")
@@ -91,7 +92,7 @@ def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents,
         )
     edge = np.clip(share, np.nextafter(positions.min(), 1), positions.max())  # one conversation a side at least
     held_out = positions < edge
-    order = np.random.default_rng(seed).permutation(len(documents))
+    order = positions.argsort(kind="stable")[np.random.default_rng(seed).permutation(len(documents))]
     return documents.take(order[~held_out[order]]), documents.take(order[held_out[order]])
 
 

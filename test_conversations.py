@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import conversations
 from conversations import SPANS, TOO_LONG, Converter, read_conversations
-from data import Document, anchors_of, document, split
+from data import Document, anchors_of, split
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -181,8 +181,12 @@ def test_one_answer_in_memory_is_what_two_tokenisations_give(name):
     tokenizer = byte_tokenizer(TEMPLATES[name])
     converter = Converter(tokenizer, "train")
     for prompt, answer in [("Q", "A"), ("def f(x):\n", "    return 'é'\n"), ("日本", "🙂")]:
-        (made,), wanted = converter.documents(turns(prompt, answer)), document(tokenizer, prompt, answer)
-        assert torch.equal(made.tokens, wanted.tokens) and torch.equal(made.loss_mask, wanted.loss_mask)
+        opening = tokenizer.apply_chat_template(turns(prompt), tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template(turns(prompt, answer), tokenize=False)
+        before, tokens = (tokenizer(text, add_special_tokens=False).input_ids for text in (opening, whole))
+        (made,) = converter.documents(turns(prompt, answer))
+        assert made.tokens.tolist() == tokens and tokens[: len(before)] == before
+        assert made.loss_mask.tolist() == [i >= len(before) for i in range(len(tokens))]
     with pytest.raises(ValueError, match="pair 3 has nothing to learn: an empty answer"):
         converter.documents(turns("Q", ""), source="pair 3")
 

@@ -21,24 +21,12 @@ import target
 import train
 from conversations import answered
 from data import anchors_of, choose_capacity, cut_to, pack, python_documents
-from target import byte_tokenizer, tiny_target
+from target import byte_tokenizer
 from test_decode import one_thread, toy_draft, toy_rows  # noqa: F401  the fixture works by its name
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parent
 FORK = multiprocessing.get_context("fork")  # a child has all that is imported and parsed: a run starts in a second
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """A folder of runs whose built-in targets were hardly trained."""
-    folder = tmp_path_factory.mktemp("runs")
-    for preset in ("deepseek-v3", "kimi-k3"):
-        path = tiny_target(preset, folder / f"tiny-{preset}", progress=False, steps=2)
-        recipe = json.loads((path / "tiny_target.json").read_text())
-        recipe["steps"] = target.TINY_STEPS[preset]
-        (path / "tiny_target.json").write_text(json.dumps(recipe))
-    return folder
 
 
 SHORT = ["--row-tokens", "512", "--eval-rows", "1", "--decode-prompts", "1", "--decode-tokens", "9"]

@@ -1,6 +1,7 @@
 """Claims about training and runs: what the loop does with batches, ranks, interruptions and bad input."""
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ def test_rows_hold_every_document_once_within_both_limits():
     lengths = torch.randn(3000, generator=generator).mul(0.8).add(5.5).exp().clamp(8, 2048).int().tolist()
     shares = torch.rand(3000, generator=generator).mul(0.6).add(0.1).tolist()
     sizes = [(n, max(1, int(n * share))) for n, share in zip(lengths, shares, strict=True)]
-    rows = pack(sizes, 2048, 1024, train.random.Random(0))
+    rows = pack(sizes, 2048, 1024, random.Random(0))
     assert sorted(i for row in rows for i in row) == list(range(3000))
-    assert rows == pack(sizes, 2048, 1024, train.random.Random(0)) != pack(sizes, 2048, 1024, train.random.Random(1))
+    assert rows == pack(sizes, 2048, 1024, random.Random(0)) != pack(sizes, 2048, 1024, random.Random(1))
     tokens, anchors = (sum(sizes[i][d] for row in rows for i in row) / len(rows) for d in (0, 1))
     for row in rows:
         wide = any(sizes[i][1] > 1024 for i in row)

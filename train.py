@@ -60,8 +60,8 @@ def main(argv=None) -> None:
     if instead.capture:
         return capture(args, Path(instead.capture))
     with join_ranks(args) as ranks, nothing() if instead.dry_run else open_run(given, ranks) as run:
-        torch.manual_seed(args.seed)
         source = open_source(args, ranks)
+        torch.manual_seed(args.seed)
         draft = make_draft(args, source, DRAFT_VOCAB["built-in" if is_built_in(args) else "model"])
         on_cuda = torch.device(args.device).type == "cuda"
         make_mask = on_cuda and args.compile != "off" and flex_compiles(args.device)
@@ -76,7 +76,8 @@ def main(argv=None) -> None:
         result = check()
         if ranks.rank == 0:
             result |= decode_for_real(args, source, draft)
-            export(draft, run / "draft", args.export_dtype)
+            if is_servable(draft):
+                export(draft, run / "draft", args.export_dtype)
             report(args, run, result)
 
 
@@ -205,7 +206,10 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
     work |= dict(own_keys_read=anchors * s * (s - 1) // 2, supervised=learned * s, taught=learned)
     flops = epochs * sum(model_flops(cfg, **work).values())
     hours = flops / matrix_rate(args) / ranks.world / 3600
-    return (
+    warning = (
+        "" if is_servable(draft) else "warning: engines load no draft without q_lora_rank: checkpoints, no export\n"
+    )
+    return warning + (
         f"draft: {type(draft).__name__}, {trained / 1e6:,.2f}M trained parameters, {cfg.draft_vocab_size:,} of "
         f"{cfg.vocab_size:,} tokens\n"
         f"rows: {count:,} of {t} slots and {a} anchors an epoch, {tokens / (count * t):.0%} of the slots and "
@@ -213,6 +217,10 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
         f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
         f"at the matrix rate of {args.device}"
     )
+
+
+def is_servable(draft: nn.Module) -> bool:
+    return draft.config.q_lora_rank is not None
 
 
 def matrix_rate(args: Settings) -> float:

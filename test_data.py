@@ -1,0 +1,204 @@
+"""Claims about data on its way into training: whatever form it comes in, the loss and every gradient are the same."""
+
+import json
+import os
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from data import python_documents
+from draft_deepseek import TTTLoss
+from drafts import make_draft
+from settings import Settings, resolve
+from sources import Assembler, open_source
+from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, one_thread, raw_last, states, target  # noqa: F401  fixtures work by their names
+from test_conversations import turns
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def settings(path, folder, **changes):
+    common = {"model": str(path), "aux_layers": ",".join(map(str, AUX)), "device": "cpu", "runs": str(folder / "runs")}
+    return resolve(Settings(**common | {"row_tokens": 64, "ttt_steps": 3, "epochs": 1, "held_out": 0.3} | changes))
+
+
+def vocabulary(folder):
+    offsets = DRAFT_IDS - torch.arange(len(DRAFT_IDS))
+    torch.save(
+        {"d2t": offsets, "t2d": torch.zeros(262, dtype=torch.bool).index_fill(0, DRAFT_IDS, True)}, folder / "map.pt"
+    )
+    return str(folder / "map.pt")
+
+
+def loss_and_gradients(args, source, rows_of):
+    """Of all documents of a source, `rows_of(documents)` saying which share a row, with one fresh draft."""
+    torch.manual_seed(0)
+    draft = make_draft(args, source, 96)
+    everything = sorted([*source.training, *source.held_out], key=lambda d: d.tokens[1:].tolist())
+    make = Assembler(args, source, draft.draft_ids, args.row_tokens, make_mask=False)
+    found = list(zip(everything, source.states(everything), strict=True))
+    batches = [make([[found[i] for i in row]]) for row in rows_of(range(len(found)))]
+    counts = sum((b.teacher_index >= 0).sum((1, 2)) for b in batches).clamp(min=1).float()
+    module, total = TTTLoss(draft, args.ttt_steps), 0.0
+    for b in batches:
+        loss, _ = module(b._replace(denominators=counts))
+        loss.backward()
+        total += loss.item()
+    return {"loss": torch.tensor(total)} | {n: p.grad for n, p in draft.named_parameters() if p.requires_grad}
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys() and want["loss"] > 0
+    for name, x in want.items():
+        assert (got[name] - x).abs().max() <= 1e-5 * x.abs().max(), name
+
+
+@pytest.fixture
+def online(home, target, documents, tmp_path):  # noqa: F811
+    """Loss and gradients with the target at hand."""
+    args = settings(home, tmp_path, draft_vocab=vocabulary(tmp_path))
+    source = SimpleNamespace(
+        training=documents, held_out=[], states=lambda x: target.capture([d.tokens for d in x]), head=target.head
+    )
+    for name in ("hidden_size", "vocab_size", "aux_layers", "embed_tokens", "lm_head", "special_token_ids"):
+        setattr(source, name, getattr(target, name))
+    source.width, source.config, source.draft_ids, source.is_tiny = 24, target.config.to_dict(), None, False
+    return loss_and_gradients(args, source, lambda n: [n])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "arrow"])
+def test_loss_and_gradients_are_those_of_the_running_target(layout, kind, home, online, tmp_path):  # noqa: F811
+    vocab = None if kind.startswith("automodel") else vocabulary(tmp_path)
+    args = settings(home, tmp_path, data=[str(layout(kind))], draft_vocab=vocab)
+    source = open_source(args, train.Ranks())
+    assert source.on_disk and len(source.training) + len(source.held_out) == 5
+    assert_close(loss_and_gradients(args, source, lambda n: [n]), online)
+    assert_close(loss_and_gradients(args, source, lambda n: [[i] for i in n]), online)  # packed equals unpacked
+
+
+def test_a_cache_with_its_teacher_needs_a_model_only_for_another_shape(layout, home, tmp_path):
+    args = settings(home, tmp_path, data=[str(layout("automodel"))], model=None)
+    source = open_source(args, train.Ranks())
+    assert source.config is None and source.lm_head is None and torch.equal(source.draft_ids, DRAFT_IDS)
+    with pytest.raises(ValueError, match="hidden_size 24, not 7168.* give its --model"):
+        make_draft(args, source, 96)
+
+
+# --------------------------------------------------------------------------------------------------- whole runs of data
+
+SHORT = ["--device", "cpu", "--row-tokens", "256", "--ttt-steps", "3", "--eval-rows", "2", "--decode-prompts", "1"]
+SHORT += ["--decode-tokens", "8", "--held-out", "0.1", "--save-every", "100"]
+
+
+def run(runs, name, *flags):
+    train.main(["--runs", str(runs), "--name", name, *SHORT, *map(str, flags)])
+    return [json.loads(line) for line in (runs / name / "log.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """100 conversations as messages and the same number in ShareGPT's form, some of them of no use."""
+    folder, pairs = tmp_path_factory.mktemp("chats"), python_documents(True)[:196]
+    messages = [{"messages": turns(p[:90], a[:120], "again", a[120:200] or "b")} for p, a in pairs[:98]]
+    shared = [
+        {"conversations": [{"from": "human", "value": p[:90]}, {"from": "gpt", "value": a[:99]}]} for p, a in pairs[98:]
+    ]
+    messages += [{"messages": turns("a question without an answer")}, {"messages": []}]
+    shared += [
+        {"conversations": [{"from": "dragon", "value": "x"}]},
+        {"conversations": [{"from": "human", "value": "x" * 300}, {"from": "gpt", "value": "y"}]},
+    ]
+    for name, rows in (("messages.jsonl", messages), ("shared.jsonl", shared)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_conversations_train_end_to_end(runs, chats, capsys):
+    lines = run(
+        runs, "chats", "--data", chats / "messages.jsonl", chats / "shared.jsonl", "--epochs", 1, "--eval-every", 20
+    )
+    said = capsys.readouterr().out
+    assert "196 of 200 conversations" in said and "no assistant turn" in said and "an unknown role" in said
+    assert "the prompt fills the row" in said and "warning: the target would have said only" in said
+    assert sum(line["supervised"] for line in lines) > 0 and lines[-1]["loss"] < lines[0]["loss"]
+    evaluations = [json.loads(line) for line in (runs / "chats" / "eval.jsonl").read_text().splitlines()]
+    assert [x["step"] for x in evaluations] == list(range(20, len(lines), 20)) and evaluations
+    result = json.loads((runs / "chats" / "result.json").read_text())
+    assert result["by_position"].keys() == {"0-2K"} and result["by_position"]["0-2K"]["walked"] == result["walked"]
+
+
+def test_a_dry_run_says_what_a_run_needs_and_leaves_nothing(runs, chats, capsys):
+    before = sorted(path for path in runs.rglob("*") if "tokens" not in path.parts)
+    train.main(["--runs", str(runs), "--name", "dry", *SHORT, "--data", str(chats), "--dry-run", "--epochs", "2"])
+    said = capsys.readouterr().out
+    assert "196 of 200" in said and "slots and" in said and "GB a rank" in said and "FLOP" in said
+    assert sorted(path for path in runs.rglob("*") if "tokens" not in path.parts) == before
+
+
+@pytest.fixture(scope="module")
+def captured(runs, chats, tmp_path_factory):
+    out = tmp_path_factory.mktemp("captures") / "states"
+    train.main(["--runs", str(runs), *SHORT, "--data", str(chats), "--capture", str(out), "--capture-dtype", "float32"])
+    return out
+
+
+def test_a_captured_run_equals_the_online_one(runs, chats, captured, capsys):
+    flags = ["--lr", 2e-3, "--draft-vocab", 96, "--steps", 6]
+    online = run(runs, "online", "--data", chats, *flags)
+    again = run(runs, "states", "--data", captured, "--model", runs / "tiny-deepseek-v3", *flags)
+    assert "simulated" in capsys.readouterr().out
+    held_out = [json.loads((runs / name / "result.json").read_text())["slots"] for name in ("online", "states")]
+    assert held_out[0] == held_out[1] > 0
+    for a, b in zip(online, again, strict=True):
+        assert a["supervised"] == b["supervised"] and abs(a["loss"] - b["loss"]) < 1e-5 * a["loss"]
+
+
+def test_a_stream_is_trained_on_once_and_leaves_an_empty_folder(runs, chats, captured, tmp_path):
+    """A thread stands in for vLLM: files appear one by one, locked while they are written, before the final norm."""
+    arriving = tmp_path / "arriving"
+    arriving.mkdir()
+    last = load_file(runs / "tiny-deepseek-v3" / "model.safetensors")["model.norm.weight"]
+    files = sorted((captured / "hidden_states").glob("*.safetensors"))
+
+    def write():
+        for path in files:
+            held = load_file(path)
+            held["hidden_states"][:, 3] /= last  # some state that the norm turns into the stored one, to its scale
+            save_file(held, arriving / "half.part")
+            os.replace(arriving / "half.part", arriving / path.name)
+            time.sleep(0.005)
+        (arriving / "STOP").touch()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    flags = ["--data", chats, "--model", runs / "tiny-deepseek-v3", "--follow", arriving, "--lr", 2e-3]
+    lines = run(runs, "stream", *flags, "--draft-vocab", 96)
+    thread.join()
+    assert [path.name for path in arriving.iterdir()] == ["STOP"]
+    whole = run(runs, "not-a-stream", "--data", captured, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96)
+    assert sum(line["supervised"] for line in lines) == sum(line["supervised"] for line in whole) > 0
+    assert json.loads((runs / "stream" / "result.json").read_text())["slots"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--follow", "."], "--follow takes the loss masks from --data"),
+        (["--held-out", "1.5"], "--held-out is 1.5"),
+        (["--draft-vocab", "nowhere.pt"], "--draft-vocab is nowhere.pt"),
+        (["--draft-vocab", "-3"], "--draft-vocab is -3"),
+        (["--init", "nowhere"], "--init nowhere"),
+        (["--draft", "kimi-k3"], "--draft kimi-k3"),
+    ],
+)
+def test_data_that_cannot_be_used_is_one_line(runs, flags, said, capsys):
+    with pytest.raises((SystemExit, ValueError)) as stopped:
+        train.main(["--runs", str(runs), "--name", "bad", *SHORT, "--documents", "20", *flags])
+    message = capsys.readouterr().err if isinstance(stopped.value, SystemExit) else str(stopped.value)
+    assert said in message and message.strip().count("\n") == 0 and not (runs / "bad").exists()

@@ -1,0 +1,177 @@
+"""Claims about the draft that a run starts from: its shape, vocabulary and weights, fresh or imported."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import train
+from draft_deepseek import DeepseekV3Eagle3DraftModel, export_config, export_state
+from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from drafts import PRESETS, draft_config, export, load_draft, make_draft
+from settings import Settings, resolve
+from sources import open_source
+from test_decode import one_thread  # noqa: F401  works by its name
+
+
+def settings(runs, **changes):
+    return resolve(Settings(runs=str(runs), device="cpu", documents=30, row_tokens=512, **changes))
+
+
+@pytest.fixture(scope="module")
+def tiny(runs):
+    """The built-in target and a few documents."""
+    return open_source(settings(runs), train.Ranks())
+
+
+@pytest.fixture(scope="module")
+def trained(runs, tiny, tmp_path_factory):
+    """A float32 export of a draft that has moved away from its start."""
+    torch.manual_seed(1)
+    draft = make_draft(settings(runs), tiny, 96)
+    with torch.no_grad():
+        for p in draft.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.05)
+    path = tmp_path_factory.mktemp("trained") / "draft"
+    export(draft, path, "float32")
+    return path
+
+
+def rewritten(path, folder, rename=lambda name: name, drop=(), shards=1, **config):
+    """A copy of an export in other names, with fewer tensors, in several files, with other keys in its config."""
+    folder.mkdir()
+    state = {rename(k): x for k, x in load_file(path / "model.safetensors").items() if k not in drop}
+    for i in range(shards):
+        save_file(dict(list(state.items())[i::shards]), folder / f"model-{i:05d}.safetensors")
+    (folder / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | config))
+    return folder
+
+
+def assert_same_weights(draft, path):
+    want = load_file(path / "model.safetensors")
+    got = export_state(draft, torch.float32)
+    assert got.keys() == want.keys() and all(torch.equal(got[name], x) for name, x in want.items())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"rename": lambda name: f"model.{name}"},
+        {"rename": lambda name: name.replace("layers.0.", "midlayer.")},
+        {"shards": 3},
+        {"drop": ("embed_tokens.weight", "t2d")},
+    ],
+)
+def test_a_draft_starts_from_another_in_every_published_form(runs, tiny, trained, tmp_path, how):
+    start = rewritten(trained, tmp_path / "start", **how)
+    draft = make_draft(settings(runs, init=str(start)), tiny, 96)
+    assert_same_weights(draft, trained)
+    assert not draft.model.embed_tokens.weight.requires_grad and draft.lm_head.weight.requires_grad
+    assert export_config(draft) == json.loads((trained / "config.json").read_text()) | {"torch_dtype": "bfloat16"}
+
+
+def test_a_bare_weight_file_takes_its_shape_from_the_target(runs, tiny, trained, tmp_path):
+    save_file(load_file(trained / "model.safetensors"), tmp_path / "weights.safetensors")
+    assert_same_weights(make_draft(settings(runs, init=str(tmp_path / "weights.safetensors")), tiny, 96), trained)
+
+
+def test_training_from_an_export_goes_on_with_the_same_loss(runs):
+    """The first step after an import has the loss that the run would have had if it had gone on."""
+    common = ["--runs", str(runs), "--row-tokens", "256", "--device", "cpu", "--documents", "40", "--eval-rows", "1"]
+    common += ["--decode-prompts", "0", "--export-dtype", "float32", "--lr", "1e-9"]  # so small that nothing moves
+    train.main([*common, "--name", "first", "--steps", "2", "--lr", "2e-3"])
+    train.main([*common, "--name", "still", "--steps", "2", "--init", str(runs / "first" / "draft")])
+    train.main(
+        [*common, "--name", "again", "--steps", "2", "--init", str(runs / "first" / "checkpoints/step-00000002")]
+    )
+    logs = [[json.loads(x) for x in (runs / n / "log.jsonl").read_text().splitlines()] for n in ("still", "again")]
+    assert [x["loss"] for x in logs[0]] == [x["loss"] for x in logs[1]]
+    first, still = (json.loads((runs / n / "result.json").read_text()) for n in ("first", "still"))
+    assert abs(first["simulated"] - still["simulated"]) < 1e-6 and first["walked"] == still["walked"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"drop": ("fc.weight",)}, "missing .'model.fc.weight'."),
+        ({"drop": ("d2t",)}, "lacks d2t"),
+        ({"rope_theta": 5e6}, "--init rotates by .*5000000.* its target by"),
+        ({"rope_scaling": None}, "--init rotates by"),
+        ({"vocab_size": 300}, "300 tokens"),
+        ({"num_hidden_layers": 7}, "7 layers"),
+        ({"intermediate_size": 99}, "misshaped"),
+    ],
+)
+def test_what_does_not_fit_is_named(runs, tiny, trained, tmp_path, how, said):
+    start = rewritten(trained, tmp_path / "start", **how)
+    with pytest.raises(ValueError, match=said):
+        make_draft(settings(runs, init=str(start)), tiny, 96)
+
+
+def test_a_damaged_weight_file_is_named(runs, tiny, trained, tmp_path):
+    start = rewritten(trained, tmp_path / "start")
+    file = start / "model-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for load in (load_draft, lambda path: make_draft(settings(runs, init=str(path)), tiny, 96)):
+        with pytest.raises(ValueError, match="model-00000.safetensors is damaged"):
+            load(start)
+
+
+def real(preset, **config):
+    """A source of the sizes of a real target, its tensors on the meta device."""
+    config = PRESETS[preset] | config
+    names = dict(config=config, hidden_size=7168, vocab_size=config["vocab_size"], is_tiny=False)
+    n = config["num_hidden_layers"]
+    return SimpleNamespace(**names, aux_layers=(1, n // 2 - 1, n - 4), draft_ids=None)
+
+
+@pytest.mark.parametrize(
+    ("preset", "scale", "heads"),
+    [("deepseek-v3", 0.1352338, 128), ("kimi-k2", 192**-0.5 * 1.8133, 64), ("kimi-k2.5", 0.1446796, 64)],
+)
+def test_presets_have_the_published_shapes_and_scales(preset, scale, heads):
+    config = draft_config(
+        SimpleNamespace(draft="auto", target=preset, fc_norm=False, norm_output=False), real(preset), None
+    )
+    with torch.device("meta"):
+        draft = DeepseekV3Eagle3DraftModel(config | {"draft_vocab_size": 32000})
+    attention = draft.model.layers[0].self_attn
+    assert abs(attention.scaling - scale) < 1e-5 and attention.q_b_proj.weight.shape == (heads * 192, 1536)
+    assert draft.model.fc.weight.shape == (7168, 3 * 7168) and draft.config.eagle_aux_hidden_state_layer_ids is None
+
+
+def test_a_kimi_k3_target_has_two_kinds_of_drafts():
+    given = SimpleNamespace(draft="auto", target="kimi-k3", fc_norm=False, norm_output=False)
+    with torch.device("meta"):
+        k3 = KimiK3Eagle3DraftModel(draft_config(given, real("kimi-k3"), None))
+        given.draft = "deepseek"
+        served = DeepseekV3Eagle3DraftModel(draft_config(given, real("kimi-k3"), None))
+    assert k3.model.layers[0].self_attn.g_proj.weight.shape == (96 * 128, 2 * 7168)
+    assert served.model.layers[0].self_attn.o_proj.weight.shape == (7168, 64 * 128)
+    assert served.model.layers[0].mlp.up_proj.weight.shape == (18432, 7168)
+    exported = export_config(served)
+    assert (
+        exported["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and exported["max_position_embeddings"] == 1048576
+    )
+    assert exported["rope_theta"] == 5e4 and "mla_use_nope" not in exported
+
+
+def test_a_draft_for_engines_trains_on_the_tiny_kimi_k3(runs):
+    common = ["--runs", str(runs), "--row-tokens", "256", "--device", "cpu", "--documents", "40", "--eval-rows", "1"]
+    train.main([*common, "--name", "served", "--target", "kimi-k3", "--draft", "deepseek", "--steps", "2"])
+    config = json.loads((runs / "served" / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and config["num_attention_heads"] == 4
+
+
+def test_without_q_lora_a_draft_trains_and_its_export_says_what_engines_lack(runs, tiny, tmp_path):
+    config = tiny.config | {"q_lora_rank": None}
+    target = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config), lm_head=tiny.lm_head, special_token_ids=[])
+    draft = make_draft(settings(runs), tiny._replace(target=target), 96)
+    assert draft.model.layers[0].self_attn.q_proj.weight.requires_grad
+    with pytest.raises(ValueError, match="q_lora_rank"):
+        export(draft, tmp_path / "out", "float32")
+    assert not (tmp_path / "out").exists()
