@@ -59,7 +59,7 @@ def assert_close(got, want):
 
 
 @pytest.fixture
-def online(home, target, documents, tmp_path):  # noqa: F811
+def online(home, target, documents, tmp_path):
     """Loss and gradients with the target at hand."""
     args = settings(home, tmp_path, draft_vocab=vocabulary(tmp_path))
     source = SimpleNamespace(
@@ -72,7 +72,7 @@ def online(home, target, documents, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", [kind for kind in LAYOUTS if kind != "arrow"])
-def test_loss_and_gradients_are_those_of_the_running_target(layout, kind, home, online, tmp_path):  # noqa: F811
+def test_loss_and_gradients_are_those_of_the_running_target(layout, kind, home, online, tmp_path):
     vocab = None if kind.startswith("automodel") else vocabulary(tmp_path)
     args = settings(home, tmp_path, data=[str(layout(kind))], draft_vocab=vocab)
     source = open_source(args, train.Ranks())

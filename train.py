@@ -206,9 +206,7 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
     work |= dict(own_keys_read=anchors * s * (s - 1) // 2, supervised=learned * s, taught=learned)
     flops = epochs * sum(model_flops(cfg, **work).values())
     hours = flops / matrix_rate(args) / ranks.world / 3600
-    warning = (
-        "" if is_servable(draft) else "warning: engines load no draft without q_lora_rank: checkpoints, no export\n"
-    )
+    warning = "" if is_servable(draft) else "warning: engines load no draft without q_lora_rank; no export\n"
     return warning + (
         f"draft: {type(draft).__name__}, {trained / 1e6:,.2f}M trained parameters, {cfg.draft_vocab_size:,} of "
         f"{cfg.vocab_size:,} tokens\n"
