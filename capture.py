@@ -6,8 +6,11 @@ import os
 import queue
 import shutil
 import threading
+import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -148,6 +151,56 @@ def chunks(lengths: list[int]) -> Iterator[list[int]]:
             chunk = []
         chunk.append(i)
     yield chunk
+
+
+# ------------------------------------------------------------------------------------- by a running vLLM, from its side
+
+AT_ONCE = 64  # requests in flight
+
+
+def send(url: str, out, documents: list[Document]) -> None:
+    """Has a vLLM that serves the target with `extract_hidden_states` into the directory `out` run over all documents.
+
+    Each is one completion request of its tokens for one more token. `out`/index.jsonl tells readers their loss masks,
+    a file PAUSE there makes it wait (`Follower`), a file STOP says that all were sent, and `sent` how many, so that a
+    second call goes on. ValueError: no server there, one that refuses, or `out` was made for other documents.
+    """
+    out, lines = Path(out), []
+    for d in documents:
+        lines.append(json.dumps({"input_ids": d.tokens.tolist(), "loss_mask": d.loss_mask.int().tolist()}) + "\n")
+    out.mkdir(parents=True, exist_ok=True)
+    index, count = out / "index.jsonl", out / "sent"
+    if index.exists() and index.read_text() != "".join(lines):
+        raise ValueError(f"{index} lists other documents; name another directory, or remove it")
+    replace_with(index, lambda half: half.write_text("".join(lines)))
+    begin = int(count.read_text()) if count.exists() else 0
+    model = ask(f"{url}/v1/models")["data"][0]["id"]
+
+    def complete(document: Document) -> None:
+        while (out / "PAUSE").exists():
+            time.sleep(1.0)
+        ask(f"{url}/v1/completions", {"model": model, "prompt": document.tokens.tolist(), "max_tokens": 1})
+
+    with ThreadPoolExecutor(AT_ONCE) as pool, tqdm(total=len(documents), initial=begin, desc="sent", unit="doc") as bar:
+        for first in range(begin, len(documents), 16 * AT_ONCE):
+            some = documents[first : first + 16 * AT_ONCE]
+            for _ in pool.map(complete, some):
+                bar.update()
+            done = str(first + len(some))
+            replace_with(count, lambda half, done=done: half.write_text(done))
+    (out / "STOP").touch()
+
+
+def ask(url: str, body: dict | None = None) -> dict:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:  # an HTTPError is an OSError
+        raise ValueError(
+            f"{url} does not answer as vLLM does ({error}); is the server up, does it fit the text?"
+        ) from error
 
 
 # ------------------------------------------------------------------------------------- while training: ahead, and after

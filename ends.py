@@ -70,16 +70,22 @@ def load_ends(path, device="cpu", dtype=None, trust_remote_code=False) -> Target
     config = text_config(path)
     tensors = read_ends(path, config)
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else tensors[0].dtype)
-    tokenizer = None
-    if any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        with naming(path, "is it whole, does it want trust_remote_code?"):
-            local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local)
+    tokenizer = load_tokenizer(path, trust_remote_code)
     generation = path / "generation_config.json"
     stops = read_json(generation, ()).get("eos_token_id") if generation.is_file() else None
     stops = config["eos_token_id"] if stops is None else stops
     stops = [stops] if isinstance(stops, int) else list(stops or [])
     return TargetEnds(config, *(x.to(device, dtype) for x in tensors), tokenizer, stops)
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False):
+    """That of a local model directory; None where it has none. ValueError: it cannot be read."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    with naming(path, "is it whole, does it want --trust-remote-code?"):
+        return transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
 
 
 def text_config(path: Path) -> dict:

@@ -96,6 +96,8 @@ def make_parser() -> OneLineParser:
     commands = parser.add_argument_group("instead of training")
     commands.add_argument("--export", nargs=2, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop")
     commands.add_argument("--capture", metavar="OUT", help="write the target's states at the documents, and stop")
+    help_send = "have the vLLM at URL write those into DIR, and stop"
+    commands.add_argument("--send", nargs=2, metavar=("URL", "DIR"), help=help_send)
     commands.add_argument("--dry-run", action="store_true", help="say what the run would need, and stop")
     groups = {}
     for f in dataclasses.fields(Settings):

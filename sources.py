@@ -69,10 +69,10 @@ def open_source(args, ranks) -> Source:
     if captured:
         return captured_source(args, captured[0], ranks)
     if args.follow:
-        return followed_source(args, paths, ranks)
+        return followed_source(args, ranks)
     target = open_target(args, ranks)
     if paths:
-        training, held_out = conversations(args, target, paths, ranks)
+        training, held_out = split_documents(args, conversations(args, target.tokenizer, ranks), ranks)
     else:
         training, held_out = (corpus(args, target, ranks, held_out) for held_out in (False, True))
     return Source(
@@ -128,17 +128,17 @@ def corpus(args, target: Target, ranks, held_out: bool) -> Documents:
     return documents
 
 
-def conversations(args, target, paths: list[Path], ranks) -> tuple[Documents, Documents]:
-    """Those in the files, split; prints what was skipped and why."""
-    if target.tokenizer is None:
+def conversations(args, tokenizer, ranks) -> Documents:
+    """Those in the files of --data; prints what was skipped and why."""
+    if tokenizer is None:
         raise ValueError(f"{args.model} has no tokenizer for --data; put tokenizer.json beside config.json")
-    cache, first = Path(args.runs) / "tokens", ranks.rank == 0
+    cache, paths = Path(args.runs) / "tokens", [Path(path) for path in args.data]
     with ranks.first_alone():  # the others find all tokens in the cache
         documents, report = read_conversations(
-            paths, target.tokenizer, args.row_tokens, args.reasoning, cache=cache, progress=first
+            paths, tokenizer, args.row_tokens, args.reasoning, cache=cache, progress=ranks.rank == 0
         )
     ranks.print("data: " + "\n".join(report.lines()))
-    return split_documents(args, documents, ranks)
+    return documents
 
 
 def split_documents(args, documents: Documents, ranks) -> tuple[Documents, Documents]:
@@ -176,12 +176,12 @@ def captured_source(args, path: Path, ranks) -> Source:
     )
 
 
-def followed_source(args, paths: list[Path], ranks) -> Source:
+def followed_source(args, ranks) -> Source:
     """States that a running vLLM writes, of conversations that are known before."""
-    if not (args.model and paths):
+    if not (args.model and args.data):
         raise ValueError("--follow takes the loss masks from --data and the head from --model; give both")
     ends = load_ends(args.model, args.device, trust_remote_code=args.trust_remote_code)
-    training, held_out = conversations(args, ends, paths, ranks)
+    training, held_out = split_documents(args, conversations(args, ends.tokenizer, ranks), ranks)
     everything = [*training, *held_out]
     limit = None if args.follow_gb is None else int(args.follow_gb * 1e9)
     follower = Follower(args.follow, ends, masks_of(everything), rank=ranks.rank, world=ranks.world, max_bytes=limit)

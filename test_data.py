@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from draft_deepseek import TTTLoss
 from drafts import make_draft
 from settings import Settings, resolve
 from sources import Assembler, open_source
+from target import load_target
 from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, one_thread, raw_last, states, target  # noqa: F401  fixtures work by their names
 from test_conversations import turns
 
@@ -119,9 +121,8 @@ def chats(tmp_path_factory):
 
 
 def test_conversations_train_end_to_end(runs, chats, capsys):
-    lines = run(
-        runs, "chats", "--data", chats / "messages.jsonl", chats / "shared.jsonl", "--epochs", 1, "--eval-every", 20
-    )
+    files = chats / "messages.jsonl", chats / "shared.jsonl"
+    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 20, "--accumulate", 4)
     said = capsys.readouterr().out
     assert "196 of 200 conversations" in said and "no assistant turn" in said and "an unknown role" in said
     assert "the prompt fills the row" in said and "warning: the target would have said only" in said
@@ -183,6 +184,71 @@ def test_a_stream_is_trained_on_once_and_leaves_an_empty_folder(runs, chats, cap
     whole = run(runs, "not-a-stream", "--data", captured, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96)
     assert sum(line["supervised"] for line in lines) == sum(line["supervised"] for line in whole) > 0
     assert json.loads((runs / "stream" / "result.json").read_text())["slots"] > 0
+
+
+class FakeVLLM(BaseHTTPRequestHandler):
+    """Answers as vLLM does, and leaves the states of every prompt in a folder as its connector does."""
+
+    def do_GET(self):
+        self.answer({"data": [{"id": "the-model"}]})
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["model"] == "the-model" and asked["max_tokens"] == 1
+        tokens = torch.tensor(asked["prompt"])
+        ((features, last),) = self.server.target.capture([tokens])
+        last = last / self.server.target.backbone.norm.weight  # what the final norm turns into it, to its scale
+        hidden = torch.cat([features.view(len(tokens), 3, -1), last[:, None]], 1)
+        name = f"cmpl-{len(self.server.seen)}.safetensors"
+        self.server.seen.append(asked["prompt"])
+        save_file({"hidden_states": hidden, "token_ids": tokens}, self.server.folder / "half")
+        os.replace(self.server.folder / "half", self.server.folder / name)
+        self.answer({"choices": []})
+
+    def answer(self, value):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *args):
+        pass
+
+
+class Server(HTTPServer):
+    request_queue_size = 256
+
+
+@pytest.fixture
+def vllm(runs, tmp_path):
+    server = Server(("localhost", 0), FakeVLLM)
+    server.folder, server.seen = tmp_path / "sent", []
+    server.target = load_target(runs / "tiny-deepseek-v3")
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured, vllm, capsys):
+    model = runs / "tiny-deepseek-v3"
+    url = f"http://localhost:{vllm.server_port}"
+    one = [chats / "messages.jsonl"]
+    flags = ["--runs", runs, *SHORT, "--data", *one, "--model", model]
+    train.main([*map(str, flags), "--send", url, str(vllm.folder)])
+    assert (vllm.folder / "STOP").exists() and len(vllm.seen) == 98
+    train.main([*map(str, flags), "--send", url, str(vllm.folder)])  # all were sent: nothing is sent twice
+    assert len(vllm.seen) == 98
+    how = ["--model", model, "--draft-vocab", 96, "--steps", 4, "--lr", 2e-3]
+    lines = run(runs, "sent", "--data", vllm.folder, *how)
+    online = run(runs, "sent-online", "--data", *one, *how)
+    for a, b in zip(online, lines, strict=True):
+        assert a["supervised"] == b["supervised"] and abs(a["loss"] - b["loss"]) < 1e-4 * a["loss"]
+    with pytest.raises(ValueError, match="lists other documents"):
+        train.main([*map(str, flags), "--data", str(chats), "--send", url, str(vllm.folder)])
+    with pytest.raises(ValueError, match="does not answer as vLLM does"):
+        train.main([*map(str, flags), "--send", "http://localhost:1", str(vllm.folder) + "-2"])
 
 
 @pytest.mark.parametrize(

@@ -37,14 +37,15 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from capture import write_capture
+from capture import send, write_capture
 from costs import model_flops, step_memory
 from data import anchors_of
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, save_checkpoint, trimmed
+from ends import load_tokenizer
 from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
-from sources import FollowedRows, Rows, Source, make_rows, open_source
+from sources import FollowedRows, Rows, Source, conversations, make_rows, open_source
 from target import Target
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -59,6 +60,8 @@ def main(argv=None) -> None:
     signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
     if instead.capture:
         return capture(args, Path(instead.capture))
+    if instead.send:
+        return send_conversations(args, *instead.send)
     with join_ranks(args) as ranks, nothing() if instead.dry_run else open_run(given, ranks) as run:
         source = open_source(args, ranks)
         torch.manual_seed(args.seed)
@@ -188,6 +191,15 @@ def capture(args: Settings, out: Path) -> None:
         raise ValueError(f"--capture needs a target that runs here and documents; {args.data} are states already")
     write_capture(out, source.target, [*source.training, *source.held_out], getattr(torch, args.capture_dtype))
     print(f"captured: {out}; next: train.py --data {out} --model {args.model or source.target.config.name_or_path}")
+
+
+def send_conversations(args: Settings, url: str, out: str) -> None:
+    """--send: those of --data, as --model's tokenizer and template make them, through a running vLLM."""
+    if not (args.model and args.data):
+        raise ValueError("conversations are sent from --data, with the tokenizer of --model; give both")
+    documents = conversations(args, load_tokenizer(Path(args.model), args.trust_remote_code), Ranks())
+    send(url.rstrip("/"), out, list(documents))
+    print(f"sent: {out}; train meanwhile with --follow {out}, or now with --data {out}")
 
 
 def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: Rows | FollowedRows) -> str:
