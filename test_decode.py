@@ -22,23 +22,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 import bench
 import bench_decode
 import decode
-from decode import (
-    BUCKETS,
-    Accepted,
-    Cropped,
-    Drafter,
-    Round,
-    Snapshots,
-    WholeText,
-    by_bucket,
-    by_depth,
-    choose_verifier,
-    distribution,
-    pick,
-    speculative,
-    walk,
-    walk_by_bucket,
-)
+from decode import Accepted, Cropped, Drafter, Round, Snapshots, WholeText, choose_verifier, speculative, walk
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from target import Target
@@ -153,7 +137,7 @@ def test_decoding_is_lossless_and_takes_the_rounds_that_the_walk_counts(toy, k):
     assert 1.05 < total.length < k + 0.95  # neither all nor nothing, or the test would show little
 
 
-@pytest.mark.parametrize(("n", "k"), [(1, 3), (2, 1), (2, 7), (23, 1), (23, 3), (23, 7)])
+@pytest.mark.parametrize(("n", "k"), [(1, 3), (2, 7), (23, 1), (23, 7)])
 def test_rows_of_a_batch_get_what_they_get_alone(toy, n, k):
     prompts = [torch.randint(32, (length,), generator=torch.Generator().manual_seed(length)) for length in (1, 6, 2, 9)]
     together = continued(toy["half trained"], Toy(), prompts, n, k)
@@ -184,9 +168,9 @@ def test_a_stop_token_ends_the_text_wherever_it_stands(toy):
 def test_accept_lengths_are_pooled_by_depth_and_by_position():
     assert (Accepted(10, 5) + Accepted(90, 30)).length == 100 / 35
     rounds = [Round(2047, 3, 3, 4), Round(2048, 3, 1, 2), Round(8191, 3, 0, 1), Round(40000, 2, 2, 2)]
-    assert by_depth(rounds, 3) == [(3, 4), (2, 4), (1, 3)]
+    assert decode.by_depth(rounds, 3) == [(3, 4), (2, 4), (1, 3)]
     want = {"0-2K": Accepted(4, 1), "2-8K": Accepted(3, 2), "8-32K": Accepted(0, 0), "32K-": Accepted(2, 1)}
-    assert by_bucket(rounds) == want
+    assert decode.by_bucket(rounds) == want
 
 
 @pytest.mark.parametrize("k", [2, None])
@@ -199,8 +183,8 @@ def test_the_walks_buckets_are_those_of_the_positions_and_sum_to_the_walk(k):
     found = set()
     for start in (0, 2040, 8184, 32760, 50000):
         moved = rows._replace(position=rows.position + start)
-        buckets = walk_by_bucket(moved, metrics, k)
-        assert list(buckets) == list(BUCKETS)
+        buckets = decode.walk_by_bucket(moved, metrics, k)
+        assert list(buckets) == list(decode.BUCKETS)
         assert sum(buckets.values(), Accepted(0, 0)) == whole == walk(moved, metrics, k)
         found.add(tuple(name for name, accepted in buckets.items() if accepted.rounds))
     assert found == {("0-2K",), ("0-2K", "2-8K"), ("2-8K", "8-32K"), ("8-32K", "32K-"), ("32K-",)}
@@ -310,6 +294,36 @@ def test_every_verifier_gives_the_targets_own_text(make, variant, temperature):
     assert len({round.accepted for one in want for round in one.rounds}) > 1  # neither all nor nothing
 
 
+class Logged(Drafter):
+    def step(self, token, a, position):
+        self.states.append(super().step(token, a, position))
+        return self.states[-1]
+
+
+@pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi"])
+def test_every_round_drafts_from_the_states_of_training_and_accepts_its_hits(variant):
+    target, draft, k = attention(), small_draft(variant), 3  # both look at the whole text
+    for prompt in PROMPTS:
+        drafter = Logged(draft, 1, len(prompt) + 40, k)
+        drafter.states = []
+        (one,) = speculative(drafter, target, [prompt], 40)
+        text = torch.cat([prompt, one.tokens])[None]
+        slot, (features, last) = torch.arange(text.shape[1])[None], target.states(text)
+        learned, document = (slot >= len(prompt)) & (slot < text.shape[1] - 1), torch.zeros_like(slot)
+        rows = build_rows(draft.draft_ids, text, document, slot, features, learned, last, target.head, steps=k)
+        loss = TTTLoss(draft, steps=k)
+        with torch.no_grad():
+            unrolled, metrics = loss.unroll(rows)[:, 0], loss(rows)[1]
+        index = {t: a for a, t in enumerate(rows.anchors[0].tolist())}
+        hits = metrics.hit.long().cumprod(0).sum(0)[0]
+        assert walk(rows, metrics, k).rounds == len(one.rounds)
+        for i, round in enumerate(one.rounds):
+            a = index[round.start]
+            assert round.accepted == min(int(hits[a]), round.drafted)
+            for s in range(min(round.accepted + 1, k, text.shape[1] - 1 - round.start)):  # what was fed is the text
+                assert torch.allclose(drafter.states[i * k + s][0, 0], unrolled[s, a], rtol=1e-4, atol=1e-4), (i, s)
+
+
 def test_greedy_decoding_stops_where_the_target_stops():
     target, draft = attention(), small_draft()
     for prompt in (torch.tensor([x, 5]) for x in range(5)):
@@ -416,7 +430,7 @@ def test_sampled_text_is_distributed_as_the_targets(temperature, top_p, k):
 
 def accept_everything(chain, q, p, ids, u):
     n = torch.full_like(chain[:, :1], chain.shape[1])
-    return n, pick(decode.take(p, n), u[:, -1:])
+    return n, decode.pick(decode.take(p, n), u[:, -1:])
 
 
 DEFECTS = {
@@ -436,15 +450,15 @@ def test_a_wrong_rejection_shows_in_the_distribution(defect, monkeypatch):
 
 def test_distribution_and_pick():
     logits = torch.tensor([1.0, 3.0, 2.0, 3.0, -1.0])
-    assert distribution(logits, 0.0, 0.5).tolist() == [0, 1, 0, 0, 0]  # the first of equals, as argmax
-    p = distribution(logits, 1.0, 1.0)
+    assert decode.distribution(logits, 0.0, 0.5).tolist() == [0, 1, 0, 0, 0]  # the first of equals, as argmax
+    p = decode.distribution(logits, 1.0, 1.0)
     assert torch.allclose(p, logits.softmax(-1))
-    assert torch.allclose(distribution(logits, 0.5, 1.0), (2 * logits).softmax(-1))
-    nucleus = distribution(logits, 1.0, 0.5)  # two equals hold 0.79 together, one of them less than 0.5
+    assert torch.allclose(decode.distribution(logits, 0.5, 1.0), (2 * logits).softmax(-1))
+    nucleus = decode.distribution(logits, 1.0, 0.5)  # two equals hold 0.79 together, one of them less than 0.5
     assert nucleus.tolist() == [0, 0.5, 0, 0.5, 0]
-    assert distribution(logits, 1.0, 1e-6).tolist() == [0, 1, 0, 0, 0]
+    assert decode.distribution(logits, 1.0, 1e-6).tolist() == [0, 1, 0, 0, 0]
     weights, edges = torch.tensor([0.0, 2.0, 0.0, 1.0, 0.0]), torch.tensor([0.0, 0.6, 0.67, 1 - 2**-24])
-    assert [int(pick(weights, u)) for u in edges] == [1, 1, 3, 3]  # never one of weight 0
+    assert [int(decode.pick(weights, u)) for u in edges] == [1, 1, 3, 3]  # never one of weight 0
 
 
 # ------------------------------------------------------------------------------------------------------------ drafting
@@ -600,7 +614,7 @@ def test_unique_bigrams_are_pooled_over_texts():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (["--run", "nowhere"], "no exported draft in nowhere"),
+        (["--run", "nowhere"], "nowhere is no draft"),
         (["--run", "run"], "name the directory with --model"),
         (["--run", "run", "--model", "target", "--prompts", "bad.json"], "no list of lists of token ids in 0..11"),
         (["--k", "0"], "--k is 0"),
