@@ -16,6 +16,7 @@ hidden, V target and Vd draft vocabulary, p and q the target's and the draft's d
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ def walk_by_bucket(rows: RowBatch, metrics: Metrics, k: int | None = None) -> di
     for b in range(len(slots)):
         at, hits, where = (x[b][first[b]].tolist() for x in (slots, chain, position))
         begins = [i for i, t in enumerate(at) if i == 0 or at[i - 1] != t - 1]
-        for begin, end in zip(begins, [*begins[1:], len(at)], strict=True):
+        for begin, end in pairwise([*begins, len(at)]):
             i = begin
             while i < end:
                 n = min(hits[i], end - i)
@@ -334,7 +335,7 @@ class Cropped:
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self.m, mask = tokens.shape[1], torch.cat([self.kept, torch.ones_like(tokens)], dim=1)
         position = self.kept.sum(1, keepdim=True) + torch.arange(self.m, device=tokens.device)
-        features, last, self.cache = run(self.target, tokens, self.cache, attention_mask=mask, position_ids=position)
+        features, last, self.cache = self.target.run(tokens, self.cache, attention_mask=mask, position_ids=position)
         return features, last
 
     def keep(self, counts: Tensor) -> None:
@@ -356,7 +357,7 @@ class Snapshots:
 
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         self.tokens, self.before = tokens, copy.deepcopy(self.caches)
-        *states, self.caches = zip(*map(partial(run, self.target), tokens[:, None], self.caches), strict=True)
+        *states, self.caches = zip(*map(self.target.run, tokens[:, None], self.caches), strict=True)
         return tuple(torch.cat(x) for x in states)
 
     def keep(self, counts: Tensor) -> None:
@@ -365,7 +366,7 @@ class Snapshots:
             if n < self.tokens.shape[1]:
                 self.caches[r] = self.before[r]
             if 0 < n < self.tokens.shape[1]:
-                self.caches[r] = run(self.target, self.tokens[r : r + 1, :n], self.caches[r])[2]
+                self.caches[r] = self.target.run(self.tokens[r : r + 1, :n], self.caches[r])[2]
 
 
 class WholeText:
@@ -390,28 +391,9 @@ def choose_verifier(target, rows: int = 1) -> type:
     if target.cache_name is None:
         return WholeText
     ids = torch.arange(6, device=target.device)[None] % target.vocab_size
-    whole, cache = target.states(ids)[1], run(target, ids[:, :3])[2]
+    whole, cache = target.states(ids)[1], target.run(ids[:, :3])[2]
     layers = {type(layer) for layer in cache.layers} if isinstance(cache, DynamicCache) else None
-    gap = (run(target, ids[:, 3:], cache)[1] - whole[:, 3:]).abs().max()
+    gap = (target.run(ids[:, 3:], cache)[1] - whole[:, 3:]).abs().max()
     if gap > max(1e-4, 16 * torch.finfo(target.dtype).eps) * whole.abs().max():
         return WholeText
     return Cropped if layers == {DynamicLayer} and (rows == 1 or target.sees_no_padding) else Snapshots
-
-
-def run(target, tokens: Tensor, cache=None, **how) -> tuple[Tensor, Tensor, object]:
-    """`target.states` of tokens [B,m] behind a cache, which grows by them: features, last hidden states, the cache."""
-    found = {}
-
-    def keep(j, module, args, output):
-        output = output[0] if isinstance(output, tuple) else output
-        found[j] = output.clone()  # a later layer may write into the same memory
-
-    past = {} if cache is None else {target.cache_name: cache}
-    handles = [target.layers[j].register_forward_hook(partial(keep, j)) for j in target.aux_layers]
-    try:
-        output = target.backbone(input_ids=tokens, use_cache=True, **past, **how)
-    finally:
-        for handle in handles:
-            handle.remove()
-    features = torch.cat([found[j] for j in target.aux_layers], dim=-1)
-    return features, output.last_hidden_state, output.get(target.cache_name)

@@ -103,31 +103,34 @@ class Target:
         if batch:
             yield batch
 
-    @torch.no_grad()  # not inference_mode: its tensors cannot enter the draft's graph
     def states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [B,L] -> features [B,L,3H], last hidden state [B,L,H], from the backbone: no logits are made."""
+        """tokens [B,L] -> features [B,L,3H], last hidden state [B,L,H]"""
+        return self.run(tokens, use_cache=False)[:2]
+
+    @torch.no_grad()  # not inference_mode: its tensors cannot enter the draft's graph
+    def run(self, tokens: Tensor, cache=None, use_cache=True, **how) -> tuple[Tensor, Tensor, object]:
+        """`states` of tokens [B,L] behind a cache, and that cache, grown by them. From the backbone: no logits are
+        made."""
         found = {}
 
         def keep(j, module, args, output):
             output = output[0] if isinstance(output, tuple) else output
             found[j] = output.clone()  # a later layer may write into the same memory
 
+        past = {} if cache is None else {self.cache_name: cache}
         handles = [self.layers[j].register_forward_hook(partial(keep, j)) for j in self.aux_layers]
         try:
-            last = self.backbone(input_ids=tokens, use_cache=False).last_hidden_state
+            output = self.backbone(input_ids=tokens, use_cache=use_cache, **past, **how)
         finally:
             for handle in handles:
                 handle.remove()
-        return torch.cat([found[j] for j in self.aux_layers], dim=-1), last
+        features = torch.cat([found[j] for j in self.aux_layers], dim=-1)
+        return features, output.last_hidden_state, output.get(self.cache_name)
 
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [..,H] after the final norm -> logits [..,V]"""
-        return self.lm_head(hidden)
-
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        """tokens [L] -> logits [L,V], row i about the token after i; without a cache, so it verifies any chain."""
-        return self.head(self.states(tokens.to(self.device)[None])[1][0])
+        return self.lm_head(hidden.to(self.dtype))
 
     @torch.no_grad()
     def greedy(self, prompt: Tensor, max_new_tokens: int, ignore_eos: bool = True) -> Tensor:

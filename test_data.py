@@ -122,7 +122,7 @@ def chats(tmp_path_factory):
 
 def test_conversations_train_end_to_end(runs, chats, capsys):
     files = chats / "messages.jsonl", chats / "shared.jsonl"
-    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 20, "--accumulate", 4)
+    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 20, "--batch-rows", 4)
     said = capsys.readouterr().out
     assert "196 of 200 conversations" in said and "no assistant turn" in said and "an unknown role" in said
     assert "the prompt fills the row" in said and "warning: the target would have said only" in said
@@ -177,11 +177,11 @@ def test_a_stream_is_trained_on_once_and_leaves_an_empty_folder(runs, chats, cap
 
     thread = threading.Thread(target=write)
     thread.start()
-    flags = ["--data", chats, "--model", runs / "tiny-deepseek-v3", "--follow", arriving, "--lr", 2e-3]
-    lines = run(runs, "stream", *flags, "--draft-vocab", 96)
+    flags = ["--data", chats, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96]
+    lines = run(runs, "stream", *flags, "--follow", arriving, "--batch-rows", 4)
     thread.join()
     assert [path.name for path in arriving.iterdir()] == ["STOP"]
-    whole = run(runs, "not-a-stream", "--data", captured, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96)
+    whole = run(runs, "not-a-stream", *flags, "--batch-rows", 4)
     assert sum(line["supervised"] for line in lines) == sum(line["supervised"] for line in whole) > 0
     assert json.loads((runs / "stream" / "result.json").read_text())["slots"] > 0
 

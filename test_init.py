@@ -162,6 +162,7 @@ def test_a_kimi_k3_target_has_two_kinds_of_drafts():
 
 def test_a_draft_for_engines_trains_on_the_tiny_kimi_k3(runs):
     common = ["--runs", str(runs), "--row-tokens", "256", "--device", "cpu", "--documents", "40", "--eval-rows", "1"]
+    common += ["--decode-prompts", "0"]
     train.main([*common, "--name", "served", "--target", "kimi-k3", "--draft", "deepseek", "--steps", "2"])
     config = json.loads((runs / "served" / "draft" / "config.json").read_text())
     assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"] and config["num_attention_heads"] == 4

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import drafts
 import target
 import train
 from conversations import answered
@@ -139,14 +140,18 @@ def test_resumed_equals_undisturbed_bit_for_bit(runs, cut, monkeypatch):
     assert_same_run(runs, f"plain-{steps}", f"cut-{cut}", steps)
 
 
-IN_CHECKPOINT = "torch.save"
-PHASES = ["open_target", "optimizer_step", IN_CHECKPOINT, "evaluate", "save_file"]
-QUICK = ["load_documents", "make_draft", "decode_for_real"]
+PHASES = [
+    (train, "open_source"),
+    (train, "optimizer_step"),
+    (torch, "save"),
+    (train, "evaluate"),
+    (drafts, "save_file"),
+]
+QUICK = [(train, "make_draft"), (train, "make_rows"), (train, "decode_for_real")]
 
 
-@pytest.mark.parametrize("phase", [*PHASES, *(pytest.param(name, marks=pytest.mark.slow) for name in QUICK)])
-def test_sigterm_in_any_phase_leaves_a_run_that_resumes(runs, whole, phase, tmp_path):
-    module, name = (torch, "save") if phase == IN_CHECKPOINT else (train, phase)
+@pytest.mark.parametrize(("module", "name"), [*PHASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in QUICK)])
+def test_sigterm_in_any_phase_leaves_a_run_that_resumes(runs, whole, module, name, tmp_path):
     original = getattr(module, name)
 
     def signalled(*args, **kwargs):
@@ -242,21 +247,20 @@ def test_a_loss_that_stays_not_finite_names_its_data(runs, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
 
-def documents_for(batches: int, row_tokens: int) -> int:
+def documents_for(batches: int, row_tokens: int, steps: int = 3) -> int:
     """How many corpus documents make `batches` rows in the first epoch of seed 0."""
     tokenizer = byte_tokenizer()
     documents = [cut_to(d, row_tokens) for d in answered(tokenizer, python_documents(False)[:300])]
     for n in range(20, 300):
-        kept = [d for d in documents[:n] if anchors_of(d.loss_mask, 7)]
-        sizes = [(len(d.tokens), anchors_of(d.loss_mask, 7)) for d in kept]
+        kept = [d for d in documents[:n] if anchors_of(d.loss_mask, steps)]
+        sizes = [(len(d.tokens), anchors_of(d.loss_mask, steps)) for d in kept]
         if len(pack(sizes, row_tokens, choose_capacity(sizes, row_tokens), random.Random("0/0"))) == batches:
             return n
     raise AssertionError(f"no number of documents makes {batches} rows")
 
 
 def test_ten_micro_batches_at_accumulation_4_are_three_steps(runs):
-    n = documents_for(10, 2048)
-    flags = ["--documents", n, "--epochs", 1, "--row-tokens", 2048]
+    flags = ["--documents", documents_for(10, 1024), "--epochs", 1, "--row-tokens", 1024, "--ttt-steps", 3]
     train.main(command(runs, "ten-1", *flags, "--accumulate", 1))
     train.main(command(runs, "ten-4", *flags, "--accumulate", 4))
     single = [line["supervised"] for line in log(runs, "ten-1")]
@@ -267,6 +271,7 @@ def test_ten_micro_batches_at_accumulation_4_are_three_steps(runs):
 def test_two_ranks_equal_one_process_and_resume_on_one(runs):
     """20 steps at accumulation 4; in the last window the second rank has no rows."""
     flags = ["--documents", documents_for(153, 256), "--row-tokens", 256, "--epochs", 1, "--save-every", 10]
+    flags += ["--ttt-steps", 3]
     ranks = torchrun(runs, "ranks-2", *flags, "--accumulate", 4)
     train.main(command(runs, "ranks-1", *flags, "--accumulate", 8))
     output = ranks.communicate(timeout=280)[0]

@@ -213,6 +213,7 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
     epochs, count = steps * per_step / batches, batches * args.batch_rows
     form, c = "step" if args.recompute == "step" else "ours", 2 if args.precision == "bfloat16" else 4
     memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, a / t, c, form, s).values())
+    width = len(source.aux_layers) * source.hidden_size + source.width
     keys = int(sum(a * s * (n - a / 2) for n, a, _ in sizes))  # answers end their documents
     work = dict(slots=tokens, pairs=anchors * s, later_pairs=anchors * (s - 1), keys_read=keys)
     work |= dict(own_keys_read=anchors * s * (s - 1) // 2, supervised=learned * s, taught=learned)
@@ -224,6 +225,7 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
         f"{cfg.vocab_size:,} tokens\n"
         f"rows: {count:,} of {t} slots and {a} anchors an epoch, {tokens / (count * t):.0%} of the slots and "
         f"{anchors / (count * a):.0%} of the anchors filled; {steps:,} steps of {args.batch_rows * per_step} rows\n"
+        f"states: {width * c:,} bytes a token, {width * c * tokens / 1e9:,.2f} GB an epoch\n"
         f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
         f"at the matrix rate of {args.device}"
     )
@@ -550,7 +552,7 @@ def cli(argv=None) -> int:
         print(f"train.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\ninterrupted; --resume with the run's --name goes on", file=sys.stderr)
+        print("\ninterrupted; --resume with the run's --name goes on, or --capture and --send again", file=sys.stderr)
         return 130
     return 0
 
