@@ -46,6 +46,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.utils import logging as transformers_logging
 
 import bench_decode
 import draft_deepseek
@@ -648,6 +649,7 @@ def parse(argv=None) -> argparse.Namespace:
 
 def main(argv=None) -> None:
     args = parse(argv)
+    transformers_logging.disable_progress_bar()
     try:
         result = SUITES[args.suite](args)
     except Disagreement as error:

@@ -10,7 +10,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from data import draft_vocabulary, draft_vocabulary_map
-from draft_deepseek import DeepseekV3Eagle3DraftModel, export_config, export_state, import_state, rope_frequencies
+from draft_deepseek import (
+    DeepseekV3Eagle3DraftModel,
+    Eagle3MLAConfig,
+    export_config,
+    export_state,
+    import_state,
+    rope_frequencies,
+)
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from sources import Source
 from target import default_aux_layers
@@ -52,6 +59,7 @@ PRESETS = {
     "kimi-k2.5": preset(61, 163840, 64, 18432, 1e-5, 262144, *KIMI, 163585, **yarn(5e4, 64.0, 1.0)),
     "kimi-k3": preset(93, 163840, 96, 33792, 1e-5, 1048576, *KIMI, 163586, **SITU),
 }
+REQUIRED = Eagle3MLAConfig.required_keys()  # what a target's config.json does not say, its preset does
 # The draft that engines serve for a NoPE target. Such a target names no angles: these are Kimi K2's, unscaled.
 ROPE_FOR_K3 = {"mla_use_nope": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}
 SHAPE_FOR_K3 = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432}
@@ -89,7 +97,8 @@ def draft_config(args, source: Source, start: dict | None) -> dict:
     known = {"hidden_size": source.hidden_size, "vocab_size": source.vocab_size}
     if wrong := [f"{key} {x}, not {target[key]}" for key, x in known.items() if target[key] != x]:
         raise ValueError(f"the data has {', '.join(wrong)} as --target {args.target} has; give its --model")
-    config = dict(target)
+    lacking = {key: x for key, x in PRESETS[args.target].items() if target.get(key) is None and key in REQUIRED}
+    config = target | (lacking if target["hidden_size"] == PRESETS[args.target]["hidden_size"] else {})
     if args.draft == "deepseek" and config.get("mla_use_nope"):
         config |= ROPE_FOR_K3 | ({} if source.is_tiny else SHAPE_FOR_K3)
     elif args.draft == "kimi-k3" and not config.get("mla_use_nope"):
@@ -119,7 +128,7 @@ def choose_vocabulary(args, source: Source, start: Path | None, default_vocab: i
         if asked is not None and str(asked) != str(len(bound)):
             raise ValueError(f"--draft-vocab is {asked}, but the data or --init is bound to one of {len(bound)} tokens")
         return bound
-    if asked is not None and not str(asked).lstrip("-").isdigit():
+    if asked is not None and not str(asked).isdecimal():
         return draft_vocabulary_map(asked, v)
     size = min(default_vocab, v) if asked is None else int(asked)
     return torch.arange(v) if size == 0 else draft_vocabulary(source.training, size, source.special_token_ids, v)

@@ -153,7 +153,7 @@ def captured_source(args, path: Path, ranks) -> Source:
     ends = None
     if args.model:
         ends = load_ends(args.model, args.device, trust_remote_code=args.trust_remote_code)
-        ranks.print(f"target: {args.model} (embedding, final norm and head)")
+        ranks.print(f"target: {args.model} (embedding, norm and head; its config.json decides, not the preset)")
     captured = open_captured(path, ends, layers_of(args), skip_damaged=args.skip_damaged)
     fitting = [d for d in (cut_to(d, args.row_tokens) for d in captured.documents) if anchors_of(d.loss_mask, 1)]
     if not fitting:
@@ -329,7 +329,8 @@ POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
 
 
 class FollowedRows:
-    """Rows of documents as a running vLLM delivers them, each seen once; those held out are kept in memory.
+    """Rows of documents as a running vLLM delivers them, each seen once; those held out are kept in memory. What was
+    used since the last checkpoint when a run is killed is gone: it goes on with what arrives.
 
     expected: how many micro-batches the conversations of --data would make.
     """

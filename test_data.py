@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import signal
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -20,6 +22,7 @@ from sources import Assembler, open_source
 from target import load_target
 from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, one_thread, raw_last, states, target  # noqa: F401  fixtures work by their names
 from test_conversations import turns
+from test_runs import finish, start
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -184,6 +187,30 @@ def test_a_stream_is_trained_on_once_and_leaves_an_empty_folder(runs, chats, cap
     whole = run(runs, "not-a-stream", *flags, "--batch-rows", 4)
     assert sum(line["supervised"] for line in lines) == sum(line["supervised"] for line in whole) > 0
     assert json.loads((runs / "stream" / "result.json").read_text())["slots"] > 0
+
+
+def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captured, tmp_path):
+    arriving, output = tmp_path / "arriving", tmp_path / "output"
+    arriving.mkdir()
+    files = sorted((captured / "hidden_states").glob("*.safetensors"))
+    for path in files[:40]:
+        shutil.copy(path, arriving)
+    flags = ["--data", chats, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--follow", arriving]
+    argv = ["--runs", str(runs), "--name", "waiting", *SHORT, *map(str, flags)]
+    process, log = start(argv, output), runs / "waiting" / "log.jsonl"
+    deadline = time.monotonic() + 100
+    while not (log.exists() and log.read_text().count("\n") >= 4) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.join(2)  # all that arrived is learned or waits in the pool
+    os.kill(process.pid, signal.SIGTERM)
+    assert "interrupted" in finish(process, output, 130)
+    done = log.read_text().count("\n")
+    assert (runs / "waiting" / "checkpoints" / f"step-{done:08d}").exists() and len(list(arriving.iterdir())) < 40
+    for path in files[40:]:
+        shutil.copy(path, arriving)
+    (arriving / "STOP").touch()
+    finish(start([*argv, "--resume"], output), output, 0)
+    assert [path.name for path in arriving.iterdir()] == ["STOP"] and log.read_text().count("\n") > done
 
 
 class FakeVLLM(BaseHTTPRequestHandler):

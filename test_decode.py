@@ -176,7 +176,7 @@ def test_accept_lengths_are_pooled_by_depth_and_by_position():
 @pytest.mark.parametrize("k", [2, None])
 def test_the_walks_buckets_are_those_of_the_positions_and_sum_to_the_walk(k):
     draft, _ = make_draft("deepseek")
-    rows = make_rows(draft, make_batch([[9, 8, -2], [19]], share=0.9), 3)
+    rows = make_rows(draft, make_batch([[9, 8, -2], [19], [-19]], share=0.9), 3)
     hit = torch.rand(rows.valid.shape, generator=torch.Generator().manual_seed(1)) < 0.5
     metrics = SimpleNamespace(hit=hit & rows.valid)
     whole = walk(rows, metrics, k)

@@ -144,6 +144,12 @@ def test_presets_have_the_published_shapes_and_scales(preset, scale, heads):
     assert draft.model.fc.weight.shape == (7168, 3 * 7168) and draft.config.eagle_aux_hidden_state_layer_ids is None
 
 
+def test_a_preset_says_what_a_targets_config_does_not():
+    given = SimpleNamespace(draft="auto", target="kimi-k3", fc_norm=False, norm_output=False)
+    config = draft_config(given, real("kimi-k3", max_position_embeddings=None, intermediate_size=99), None)
+    assert config["max_position_embeddings"] == 1048576 and config["intermediate_size"] == 99
+
+
 def test_a_kimi_k3_target_has_two_kinds_of_drafts():
     given = SimpleNamespace(draft="auto", target="kimi-k3", fc_norm=False, norm_output=False)
     with torch.device("meta"):
