@@ -179,7 +179,14 @@ def send(url: str, out, documents: list[Document]) -> None:
     def complete(document: Document) -> None:
         while (out / "PAUSE").exists():
             time.sleep(1.0)
-        ask(f"{url}/v1/completions", {"model": model, "prompt": document.tokens.tolist(), "max_tokens": 1})
+        asked = {"model": model, "prompt": document.tokens.tolist(), "max_tokens": 1}
+        answer = ask(f"{url}/v1/completions", asked)
+        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        for _ in range(1200):  # vLLM answers before it has written; what is counted as sent lies whole on the disk
+            if path is None or not being_written(Path(path)):
+                return
+            time.sleep(0.05)
+        raise ValueError(f"vLLM does not finish {path}; is its disk full?")
 
     with ThreadPoolExecutor(AT_ONCE) as pool, tqdm(total=len(documents), initial=begin, desc="sent", unit="doc") as bar:
         for first in range(begin, len(documents), 16 * AT_ONCE):

@@ -1,5 +1,6 @@
 """Claims about data on its way into training: whatever form it comes in, the loss and every gradient are the same."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -226,16 +227,21 @@ class FakeVLLM(BaseHTTPRequestHandler):
         ((features, last),) = self.server.target.capture([tokens])
         last = last / self.server.target.backbone.norm.weight  # what the final norm turns into it, to its scale
         hidden = torch.cat([features.view(len(tokens), 3, -1), last[:, None]], 1)
-        name = f"cmpl-{len(self.server.seen)}.safetensors"
+        path = self.server.folder / f"cmpl-{len(self.server.seen)}.safetensors"
         self.server.seen.append(asked["prompt"])
-        save_file({"hidden_states": hidden, "token_ids": tokens}, self.server.folder / "half")
-        os.replace(self.server.folder / "half", self.server.folder / name)
-        self.answer({"choices": []})
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.answer({"choices": [], "kv_transfer_params": {"hidden_states_path": str(path)}})  # before it is there
+            time.sleep(0.3 * (len(self.server.seen) == 98))
+            save_file({"hidden_states": hidden, "token_ids": tokens}, path)
 
     def answer(self, value):
+        body = json.dumps(value).encode()
         self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(json.dumps(value).encode())
+        self.wfile.write(body)
+        self.wfile.flush()
 
     def log_message(self, *args):
         pass
@@ -265,6 +271,7 @@ def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured,
     flags = ["--runs", runs, *SHORT, "--data", *one, "--model", model]
     train.main([*map(str, flags), "--send", url, str(vllm.folder)])
     assert (vllm.folder / "STOP").exists() and len(vllm.seen) == 98
+    assert len(list(vllm.folder.glob("*.safetensors"))) == 98  # the last one, too, though it came late
     train.main([*map(str, flags), "--send", url, str(vllm.folder)])  # all were sent: nothing is sent twice
     assert len(vllm.seen) == 98
     how = ["--model", model, "--draft-vocab", 96, "--steps", 4, "--lr", 2e-3]
