@@ -53,6 +53,7 @@ import draft_deepseek
 from costs import FORMS, model_flops, saved, step_memory, workload
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from settings import OneLineParser
 from train import compile_loss
 
 STEPS, STEP_DECAY = 7, 0.8
@@ -616,7 +617,7 @@ def hopper_case(size="deepseek-v3", slots=4096, steps=STEPS, recompute="none"):
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, default="train")
     parser.add_argument("--full", action="store_true", help="the whole matrix, about an hour")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -636,9 +637,16 @@ def parse(argv=None) -> argparse.Namespace:
         parser.error("--device cuda: this PyTorch sees no GPU; leave it out to measure on the CPU")
     if args.suite == "h200" and args.device != "cuda":
         parser.error("--suite h200 measures on a GPU: add --device cuda, or take --suite shapes for the formulas")
-    least = [("row-tokens", min(args.row_tokens or [64]), 64), ("rounds", args.rounds, 1), *bench_decode.least(args)]
+    if args.out and not args.out.absolute().parent.is_dir():
+        parser.error(f"--out {args.out}: there is no such folder")
+    least = [
+        ("row-tokens", min(args.row_tokens or [64]), 64),
+        ("rounds", args.rounds, 1),
+        ("threads", args.threads, 1),
+        *bench_decode.least(args),
+    ]
     for name, value, low in least:
-        if value < low:
+        if not value >= low:  # a NaN, too
             parser.error(f"--{name} is {value}; it must be at least {low}")
     if not all(0 < share <= 1 for share in args.share or []):
         parser.error(f"--share is {args.share}; a share lies above 0 and is at most 1")

@@ -33,6 +33,7 @@ from data import python_documents
 from decode import Accepted, Drafter, by_bucket, by_depth, choose_verifier, distribution, pick, speculative, streams
 from draft_deepseek import upcast
 from drafts import load_draft
+from files import naming
 from sources import TINY
 from target import Target, load_target, tiny_target
 
@@ -308,6 +309,8 @@ def decode_run(args) -> tuple[list[dict], dict, list]:
 def open_run(args) -> tuple[nn.Module, Target]:
     """The exported draft in a run's directory, or the directory itself, and its target. ValueError: it is neither."""
     directory = args.run / "draft" if (args.run / "draft").is_dir() else args.run
+    if (directory / "checkpoints").is_dir():
+        raise ValueError(f"{directory} is not complete: --resume it, or --export one of its checkpoints")
     draft = load_draft(directory)
     ids, settings = draft.config.eagle_aux_hidden_state_layer_ids, directory.parent / "settings.json"
     settings = json.loads(settings.read_text()) if settings.is_file() else {}
@@ -325,7 +328,8 @@ def load_prompts(args, target: Target) -> list[Tensor]:
     if args.prompts is None:
         documents = answered(target.tokenizer, python_documents(held_out=True)[: args.prompt_count])
         return [d.tokens[: int(d.loss_mask.int().argmax())] for d in documents]
-    prompts = json.loads(args.prompts.read_text())
+    with naming(args.prompts, "a JSON list of lists of token ids is wanted"):
+        prompts = json.loads(args.prompts.read_text())
     good = isinstance(prompts, list) and prompts and all(isinstance(p, list) and p for p in prompts)
     if not good or not all(type(x) is int and 0 <= x < target.vocab_size for p in prompts for x in p):
         raise ValueError(f"{args.prompts} is no list of lists of token ids in 0..{target.vocab_size - 1}")

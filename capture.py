@@ -254,15 +254,18 @@ def prefetched(iterable: Iterable, depth: int = 2) -> Iterator:
         thread.join()
 
 
+UNKNOWN = 10  # files whose text is not known, before a stream is given up that brought no other
+
+
 class Follower:
     """(document, features [S,3H], last [S,H]) of the files that a running vLLM (extract_hidden_states) leaves in a
     directory: oldest first, each deleted once `done(document)` says that it was used.
 
     Takes files that no writer holds locked and that read whole. One that stays damaged and unchanged for `patience`
-    looks is renamed .bad; one whose tokens have no mask in `masks` (`masks_of` the conversations sent) is deleted. Both
-    are counted in `skipped`. Ends once the file `stop_name` exists and none of its files is left; ranks share the files
-    by name. Above `max_bytes` in all rank 0 says so once and makes a file PAUSE, which whoever sends requests must
-    heed, and removes it below half.
+    looks is renamed .bad, one whose tokens have no mask in `masks` (`masks_of` the conversations sent) .unknown; both
+    are counted in `skipped`. ValueError when the first ones are all unknown. Ends once the file `stop_name` exists and
+    none of its files is left; ranks share the files by name. Above `max_bytes` in all rank 0 says so once and makes a
+    file PAUSE, which whoever sends requests must heed, and removes it below half.
     """
 
     def __init__(
@@ -284,7 +287,7 @@ class Follower:
         self.stop_name, self.poll_s, self.rank, self.world = stop_name, poll_s, rank, world
         self.max_bytes, self.patience = max_bytes, patience
         self.skipped, self.damaged = Counter(), {}  # path: (looks, time and size it had)
-        self.taken, self.waiting = set(), []
+        self.taken, self.waiting, self.known = set(), [], 0
         self.warned, self.stopped = False, threading.Event()
 
     def __iter__(self) -> "Follower":
@@ -356,9 +359,15 @@ class Follower:
         self.damaged.pop(path, None)
         mask = self.masks.get(token_key(tokens))
         if mask is None:
-            self.skipped["no mask"] += 1
-            self.remove(path)
+            path.rename(f"{path}.unknown")
+            self.skipped["unknown"] += 1
+            if self.skipped["unknown"] == UNKNOWN and not self.known:
+                raise ValueError(
+                    f"none of the first {UNKNOWN} files in {self.directory} holds a conversation of --data (they are "
+                    "kept as .unknown); were others sent, or with another template or --row-tokens?"
+                )
             return None
+        self.known += 1
         self.taken.add(path)
         return Document(tokens, torch.as_tensor(mask).bool(), str(path)), features, last
 

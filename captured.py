@@ -277,7 +277,8 @@ class ConnectorFiles(SpeculatorsFiles):
 
     @classmethod
     def mark(cls, directory: Path) -> str | None:
-        return None if (directory / AutoModelCache.sign).exists() else super().mark(directory)
+        others = (AutoModelCache.sign, "config.json")  # a cache of another kind, a model
+        return None if any((directory / name).exists() for name in others) else super().mark(directory)
 
 
 def layer_file_length(path: Path, hidden: int) -> int:

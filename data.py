@@ -88,7 +88,7 @@ def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents,
     positions = np.array(positions)
     if len(np.unique(positions)) < 2:
         raise ValueError(
-            f"{len(documents)} documents of one conversation cannot be split; give more, or no held-out share"
+            f"{len(documents)} documents of one conversation: one is held out, so two different ones are needed"
         )
     edge = np.clip(share, np.nextafter(positions.min(), 1), positions.max())  # one conversation a side at least
     held_out = positions < edge

@@ -19,6 +19,7 @@ from draft_deepseek import (
     rope_frequencies,
 )
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
+from files import naming, read_json
 from sources import Source
 from target import default_aux_layers
 
@@ -67,16 +68,17 @@ SHAPE_FOR_K3 = {"num_attention_heads": 64, "num_key_value_heads": 64, "intermedi
 # ---------------------------------------------------------------------------------------------------------- a new draft
 
 
-def make_draft(args, source: Source, default_vocab: int) -> nn.Module:
+def make_draft(args, source: Source, default_vocab: int, checkpoint: Path | None = None) -> nn.Module:
     """The draft to train, in float32 on args.device, its embedding the target's and frozen.
 
-    It starts from `--init`, or afresh with the chosen rows of the target's head. ValueError: whatever does not fit.
+    It starts from `--init`, or afresh with the chosen rows of the target's head. checkpoint: one that will be loaded,
+    whose draft vocabulary it is, whatever the data say now. ValueError: whatever does not fit.
     """
     start = None if args.init is None else Path(args.init)
     config = draft_config(args, source, read_config_beside(start) if start else None)
     kind = KimiK3Eagle3DraftModel if config.get("mla_use_nope") else DeepseekV3Eagle3DraftModel
     embedding = source.embed_tokens
-    ids = choose_vocabulary(args, source, start, default_vocab)
+    ids = choose_vocabulary(args, source, checkpoint or start, default_vocab)
     draft = kind(config | {"draft_vocab_size": len(ids)})
     draft.set_vocab_mapping(ids)
     if start is not None:
@@ -123,13 +125,17 @@ def choose_vocabulary(args, source: Source, start: Path | None, default_vocab: i
     """Target ids [Vd] of the draft vocabulary: the data's where it is bound to one, that of the draft to start from, a
     map's, or counted."""
     v, asked = source.vocab_size, args.draft_vocab
+    mapped = None if asked is None or str(asked).isdecimal() else draft_vocabulary_map(asked, v)
     bound = source.draft_ids if source.draft_ids is not None else start and ids_of(start, v)
     if bound is not None:
-        if asked is not None and str(asked) != str(len(bound)):
-            raise ValueError(f"--draft-vocab is {asked}, but the data or --init is bound to one of {len(bound)} tokens")
+        size = len(bound) if asked is None else len(mapped) if mapped is not None else int(asked) or v
+        if size != len(bound) or mapped is not None and not torch.equal(mapped, bound.sort().values):
+            raise ValueError(
+                f"--draft-vocab is {asked}, but the data, --init or the run is bound to one of {len(bound)} tokens"
+            )
         return bound
-    if asked is not None and not str(asked).isdecimal():
-        return draft_vocabulary_map(asked, v)
+    if mapped is not None:
+        return mapped
     size = min(default_vocab, v) if asked is None else int(asked)
     return torch.arange(v) if size == 0 else draft_vocabulary(source.training, size, source.special_token_ids, v)
 
@@ -193,9 +199,13 @@ def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed:
         shutil.rmtree(old)
 
 
+def newest_checkpoint(run: Path) -> Path | None:
+    return max((run / "checkpoints").glob("step-????????"), default=None)
+
+
 def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int, int]:
     """Load the newest checkpoint of the run, if it has one; how many steps are done and micro-batches consumed."""
-    newest = max((run / "checkpoints").glob("step-????????"), default=None)
+    newest = newest_checkpoint(run)
     if newest is None:
         return 0, 0
     stored = load_draft(newest).state_dict()
@@ -203,7 +213,8 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int
     if misfits:
         raise ValueError(f"{newest} is another draft's ({', '.join(misfits[:3])} differ); resume with its own settings")
     draft.load_state_dict(stored)
-    state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
+    with naming(newest / "training.pt", f"remove {newest} to go on from the checkpoint before it"):
+        state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"].cpu())
     return state["step"], state["consumed"]
@@ -212,7 +223,8 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int
 def trimmed(path: Path, done: int):
     """A .jsonl file opened to append, without the lines of steps after `done`, which come again."""
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done))
+    with naming(path, "remove it to go on without"):
+        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done))
     return path.open("a")
 
 
@@ -253,10 +265,7 @@ def read_config(path: Path) -> dict | None:
     file = path / "config.json"
     if not file.is_file():
         return None
-    try:
-        config = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); copy it again") from error
+    config = read_json(file, ())
     if config.get("num_hidden_layers", 1) != 1:
         raise ValueError(f"{path} has {config['num_hidden_layers']} layers; an EAGLE-3 draft has one, is it a target?")
     return config

@@ -26,6 +26,8 @@ def naming(path: Path, todo: str = "capture it again, or skip damaged files"):
 def read_json(path: Path, keys) -> dict:
     with naming(path, "copy it again"):
         values = json.loads(path.read_text())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}, not an object")
         if missing := [key for key in keys if key not in values]:
             raise ValueError(f"it lacks {missing}")
         return values

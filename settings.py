@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 import math
 import types
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 import torch
 
 from captured import is_captured
+from files import read_json
 from sources import TINY
 
 # What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
@@ -51,7 +51,7 @@ class Settings:
     runs: str = option("runs", "run", "folder of all runs and of the built-in targets")
     save_every: int = option(500, "run", "steps between checkpoints")
     keep: int = option(2, "run", "checkpoints kept")
-    seed: int = option(0, "run", "of weights, data order and the built-in target")
+    seed: int = option(0, "run", "of weights and data order")
     device: str = option("auto", "run", "cuda, cpu, ...; auto: cuda where there is one")
     precision: str = option("auto", "run", "of the compute; parameters stay float32", ("auto", "float32", "bfloat16"))
     compile: str = option(
@@ -88,12 +88,12 @@ class Settings:
 
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"train.py: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def make_parser() -> OneLineParser:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_argument_group("instead of training")
+    commands = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
     commands.add_argument("--export", nargs=2, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop")
     commands.add_argument("--capture", metavar="OUT", help="write the target's states at the documents, and stop")
     help_send = "have the vLLM at URL write those into DIR, and stop"
@@ -125,7 +125,10 @@ def parse(argv=None) -> tuple[Settings, argparse.Namespace]:
         stored = Path(args.runs) / args.name / "settings.json"
         if stored.is_file():
             known = set(names) - {"resume", "runs", "name"}
-            parser.set_defaults(**{k: v for k, v in json.loads(stored.read_text()).items() if k in known})
+            try:
+                parser.set_defaults(**{k: v for k, v in read_json(stored, ()).items() if k in known})
+            except ValueError as error:
+                parser.error(str(error))
             args = parser.parse_args(argv)
     values = vars(args)
     given = Settings(**{name: values.pop(name) for name in names})
@@ -143,6 +146,16 @@ def unusable(args: Settings) -> str | None:
     for name in POSITIVE:
         if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
             return f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be a positive number"
+    if not 0 <= args.warmup <= 1:
+        return f"--warmup is {args.warmup}; a share of the steps is wanted, from 0 to 1"
+    if not 0 <= args.weight_decay < math.inf:
+        return f"--weight-decay is {args.weight_decay}; it must not be negative"
+    if args.name is not None and (Path(args.name).name != args.name or args.name.startswith(("tiny-", "."))):
+        return f"--name is {args.name!r}; a plain name is wanted, and tiny-... are the built-in targets' own"
+    if args.name == "tokens":
+        return "--name tokens is taken: that folder keeps the tokens of --data"
+    if args.follow_gb and not args.follow:
+        return "--follow-gb bounds what waits in the folder of --follow; name that as well"
     if not 0 < args.held_out < 1:
         return f"--held-out is {args.held_out}; it must lie between 0 and 1"
     vocab = args.draft_vocab
@@ -152,6 +165,8 @@ def unusable(args: Settings) -> str | None:
         device = torch.device("cpu" if args.device == "auto" else args.device)
     except RuntimeError:
         return f"--device is {args.device!r}; auto, cpu, cuda or cuda:N is wanted"
+    if device.type == "meta":
+        return "--device meta computes nothing; auto, cpu, cuda or cuda:N is wanted"
     if device.type == "cuda" and not torch.cuda.is_available():
         return f"--device is {args.device}, but PyTorch sees no CUDA device; use --device cpu"
     row_tokens = args.row_tokens or resolve(args).row_tokens

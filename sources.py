@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from capture import Follower, prefetched
-from captured import is_captured, masks_of, open_captured, token_key
+from captured import is_captured, masks_of, open_captured, read_masks, token_key
 from conversations import answered, read_conversations
 from data import Document, Documents, anchors_of, choose_capacity, cut_to, lay_out, pack, python_documents, split
 from draft_deepseek import RowBatch, build_rows
@@ -182,9 +182,10 @@ def followed_source(args, ranks) -> Source:
         raise ValueError("--follow takes the loss masks from --data and the head from --model; give both")
     ends = load_ends(args.model, args.device, trust_remote_code=args.trust_remote_code)
     training, held_out = split_documents(args, conversations(args, ends.tokenizer, ranks), ranks)
-    everything = [*training, *held_out]
+    index = Path(args.follow) / "index.jsonl"  # from --send: what was really sent
+    masks = read_masks(index) if index.is_file() else masks_of([*training, *held_out])
     limit = None if args.follow_gb is None else int(args.follow_gb * 1e9)
-    follower = Follower(args.follow, ends, masks_of(everything), rank=ranks.rank, world=ranks.world, max_bytes=limit)
+    follower = Follower(args.follow, ends, masks, rank=ranks.rank, world=ranks.world, max_bytes=limit)
     return Source(
         training,
         held_out,

@@ -313,7 +313,7 @@ def test_a_follower_takes_each_finished_file_once_and_deletes_it(tmp_path, ends,
     assert [x.name for x in tmp_path.iterdir() if x.is_file()] == ["STOP"]
 
 
-def test_a_follower_sets_damaged_files_aside_and_deletes_unknown_ones(tmp_path, ends, documents, states, raw_last):
+def test_a_follower_sets_damaged_and_unknown_files_aside(tmp_path, ends, documents, states, raw_last):
     connector(tmp_path, documents, states, raw_last)
     os.truncate(tmp_path / "cmpl-1.safetensors", 3000)
     rewrite(tmp_path / "cmpl-3.safetensors", not_finite)
@@ -323,9 +323,10 @@ def test_a_follower_sets_damaged_files_aside_and_deletes_unknown_ones(tmp_path, 
     assert len(got) == 2 and all(
         torch.equal(a, b.tokens) for a, b in zip(got, (documents[0], documents[2]), strict=True)
     )
-    assert follower.skipped == {"damaged": 2, "no mask": 1}
+    assert follower.skipped == {"damaged": 2, "unknown": 1}
     left = sorted(x.name for x in tmp_path.glob("cmpl-*") if x.suffix != ".lock")
-    assert left == ["cmpl-0.safetensors", "cmpl-1.safetensors.bad", "cmpl-2.safetensors", "cmpl-3.safetensors.bad"]
+    names = ["cmpl-0.safetensors", "cmpl-1.safetensors.bad", "cmpl-2.safetensors", "cmpl-3.safetensors.bad"]
+    assert left == [*names, "cmpl-4.safetensors.unknown"]
 
 
 def test_ranks_share_the_files_and_a_full_disk_pauses_the_producer(tmp_path, ends, documents, states, raw_last, capsys):

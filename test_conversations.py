@@ -620,7 +620,7 @@ def test_the_split_is_by_content_and_the_same_for_every_seed_and_order(tmp_path)
     few, _ = read(tmp_path, tokenizer, *({"messages": chat} for chat in chats[:2]))
     for share in (1e-6, 1 - 1e-6):
         assert [len(part) for part in split(few, share)] == [2, 2]
-    with pytest.raises(ValueError, match="cannot be split"):
+    with pytest.raises(ValueError, match="two different ones"):
         split(few[:2], 0.5)
     with pytest.raises(ValueError, match="between 0 and 1"):
         split(few, np.nan)

@@ -214,6 +214,30 @@ def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captur
     assert [path.name for path in arriving.iterdir()] == ["STOP"] and log.read_text().count("\n") > done
 
 
+def test_a_stream_of_other_texts_is_given_up_and_kept(runs, chats, captured, tmp_path):
+    arriving = tmp_path / "arriving"
+    shutil.copytree(captured / "hidden_states", arriving)
+    (arriving / "STOP").touch()
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps({"messages": turns(f"question {i}", "answer")}) + "\n" for i in range(9)))
+    flags = ["--data", other, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--follow", arriving]
+    with pytest.raises(ValueError, match="none of the first 10 files"):
+        run(runs, "other", *flags)
+    assert len([path for path in arriving.iterdir() if path.suffix in (".safetensors", ".unknown")]) == 196
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    (empty / "STOP").touch()
+    with pytest.raises(ValueError, match="brought nothing to train on"):
+        run(runs, "empty", *flags[:-1], empty)
+
+
+def test_data_that_begins_with_what_is_learned_has_no_prompt_to_decode_but_trains(runs, tmp_path):
+    rows = [{"input_ids": list(range(i, 90 + i)), "loss_mask": [1] * 90} for i in range(12)]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(runs, "no-prompt", "--data", tmp_path / "ids.jsonl", "--steps", 2)
+    assert (runs / "no-prompt" / "draft").exists()
+
+
 class FakeVLLM(BaseHTTPRequestHandler):
     """Answers as vLLM does, and leaves the states of every prompt in a folder as its connector does."""
 

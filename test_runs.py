@@ -227,9 +227,40 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_checkpoint(ru
     assert_same_run(runs, whole, name, 7)
 
 
+@pytest.mark.parametrize("flags", [["--documents", 30], ["--seed", 1, "--held-out", 0.3]])
+def test_a_run_keeps_its_draft_vocabulary_whatever_its_data_become(runs, whole, flags, monkeypatch):
+    name = f"moved-{len(flags)}"
+    shutil.copytree(runs / whole, runs / name, ignore=shutil.ignore_patterns("draft"))
+    seen, make_rows = [], train.make_rows
+    monkeypatch.setattr(
+        train, "make_rows", lambda args, source, ids, mask: seen.append(ids) or make_rows(args, source, ids, mask)
+    )
+    train.main(command(runs, name, "--resume", "--steps", 8, *flags))
+    d2t = weights(runs, name, 8)["d2t"]
+    assert torch.equal(seen[0], d2t + torch.arange(len(d2t))) and torch.equal(d2t, weights(runs, whole, 7)["d2t"])
+    assert log(runs, name)[-1]["loss"] < 1.2 * log(runs, name)[0]["loss"]
+
+
+def test_a_resume_that_fails_leaves_the_settings_as_they_were(runs, whole):
+    shutil.copytree(runs / whole, runs / "typo", ignore=shutil.ignore_patterns("draft"))
+    before = (runs / "typo" / "settings.json").read_text()
+    for flags, said in ((["--data", "nowhere"], "nowhere"), (["--draft-vocab", 50], "bound to one of 96")):
+        with pytest.raises(ValueError, match=said):
+            train.main(command(runs, "typo", "--resume", *flags))
+        assert (runs / "typo" / "settings.json").read_text() == before
+    newest = max((runs / "typo" / "checkpoints").iterdir())
+    (newest / "training.pt").write_bytes((newest / "training.pt").read_bytes()[:-9])
+    with pytest.raises(ValueError, match="training.pt cannot be used.*remove .*step-00000007"):
+        train.main(command(runs, "typo", "--resume"))
+    (runs / "typo" / "settings.json").write_text("[]")
+    with pytest.raises(SystemExit):
+        train.main(command(runs, "typo", "--resume"))
+
+
 def test_two_runs_in_one_directory_are_refused(runs, whole):
     (runs / "held").mkdir()
     given = train.Settings(runs=str(runs), name="held", resume=True)
+    train.write_settings(train.Ranks(), runs / "held", given)
     with train.open_run(given, train.Ranks()), pytest.raises(ValueError, match="another process trains in"):
         train.main(command(runs, "held", "--resume"))
 
@@ -369,6 +400,11 @@ def test_a_killed_rank_ends_the_job_with_an_error(runs):
         (["--lr", "nan"], "--lr is nan"),
         (["--anchors", "4096"], "--anchors is 4096"),
         (["--resume"], "--name"),
+        (["--device", "meta"], "--device meta"),
+        (["--warmup", "3"], "--warmup is 3.0"),
+        (["--name", "../x"], "--name is '../x'"),
+        (["--follow-gb", "3"], "--follow-gb"),
+        (["--dry-run", "--export", "a", "b"], "not allowed with"),
         (["--export", "nothing", "out"], "nothing"),
     ],
 )

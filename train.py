@@ -42,8 +42,9 @@ from costs import model_flops, step_memory
 from data import anchors_of
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
-from drafts import export, load_checkpoint, load_draft, make_draft, save_checkpoint, trimmed
+from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
 from ends import load_tokenizer
+from files import replace_with
 from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
 from sources import FollowedRows, Rows, Source, conversations, make_rows, open_source
 from target import Target
@@ -53,11 +54,11 @@ from target import Target
 
 def main(argv=None) -> None:
     given, instead = parse(argv)
+    transformers_logging.disable_progress_bar()  # one for every file that is read or written
+    signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
     if instead.export:
         return export(load_draft(instead.export[0]), Path(instead.export[1]), given.export_dtype)
     args = resolve(given)
-    transformers_logging.disable_progress_bar()  # one for every file that is read or written
-    signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
     if instead.capture:
         return capture(args, Path(instead.capture))
     if instead.send:
@@ -65,7 +66,8 @@ def main(argv=None) -> None:
     with join_ranks(args) as ranks, nothing() if instead.dry_run else open_run(given, ranks) as run:
         source = open_source(args, ranks)
         torch.manual_seed(args.seed)
-        draft = make_draft(args, source, DRAFT_VOCAB["built-in" if is_built_in(args) else "model"])
+        newest = None if instead.dry_run else newest_checkpoint(run)
+        draft = make_draft(args, source, DRAFT_VOCAB["built-in" if is_built_in(args) else "model"], newest)
         on_cuda = torch.device(args.device).type == "cuda"
         make_mask = on_cuda and args.compile != "off" and flex_compiles(args.device)
         rows, held_out = make_rows(args, source, draft.draft_ids, make_mask)
@@ -75,7 +77,12 @@ def main(argv=None) -> None:
         loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
         compile_loss(loss, args.compile)
         check = functools.partial(evaluate, args, ranks, loss, held_out)
-        train(args, ranks, run, loss, rows, check)
+        optimizer = make_optimizer(args, [p for p in draft.parameters() if p.requires_grad])
+        begin = load_checkpoint(run, draft, optimizer, args.device)
+        write_settings(ranks, run, given)  # those that the run really goes on with
+        train(args, ranks, run, loss, rows, optimizer, begin, check)
+        if source.follower is not None and +source.follower.skipped:
+            print(f"left out of {args.follow}: {dict(+source.follower.skipped)}")
         result = check()
         if ranks.rank == 0:
             result |= decode_for_real(args, source, draft)
@@ -149,8 +156,8 @@ def open_run(given: Settings, ranks: Ranks):
     """runs/<name> with its settings and versions, the same on all ranks, held by this job alone.
 
     It is made before anything slow begins, so that a run stopped at any moment resumes with its settings. ValueError:
-    it exists and is not to be resumed, is complete, or another process trains in it. A new run that ends in a
-    ValueError before its first step leaves nothing.
+    it exists and is not to be resumed, is complete, or another process trains in it. A new run that
+    fails before its first step leaves nothing.
     """
     box = [Path(given.runs) / (given.name or f"{given.target}-{time.strftime('%Y%m%d-%H%M%S')}")]
     if ranks.world > 1:
@@ -160,6 +167,10 @@ def open_run(given: Settings, ranks: Ranks):
         yield run
         return
     is_new = not run.exists()
+    if given.resume and is_new:
+        print(f"{run} does not exist yet: a new run, with the settings given now")
+    if given.resume and not is_new and not (run / "settings.json").is_file():
+        raise ValueError(f"{run} has no settings.json, so it is no run that can be resumed; name another")
     if not is_new and not given.resume:
         raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
     if (run / "draft").exists():
@@ -170,16 +181,21 @@ def open_run(given: Settings, ranks: Ranks):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another process trains in {run}; choose another --name or stop that one") from None
-        settings = json.dumps(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
-        half = run / "settings.json.part"
-        half.write_text(settings + "\n")
-        os.replace(half, run / "settings.json")
+        if is_new:
+            write_settings(ranks, run, given)
+        print(f"run: {run}", flush=True)
         try:
             yield run
-        except ValueError:
+        except Exception:
             if is_new and not (run / "log.jsonl").exists():
                 shutil.rmtree(run)
             raise
+
+
+def write_settings(ranks: Ranks, run: Path, given: Settings) -> None:
+    if ranks.rank == 0:
+        settings = json.dumps(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
+        replace_with(run / "settings.json", lambda half: half.write_text(settings + "\n"))
 
 
 def capture(args: Settings, out: Path) -> None:
@@ -225,7 +241,7 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
         f"{cfg.vocab_size:,} tokens\n"
         f"rows: {count:,} of {t} slots and {a} anchors an epoch, {tokens / (count * t):.0%} of the slots and "
         f"{anchors / (count * a):.0%} of the anchors filled; {steps:,} steps of {args.batch_rows * per_step} rows\n"
-        f"states: {width * c:,} bytes a token, {width * c * tokens / 1e9:,.2f} GB an epoch\n"
+        f"states: {width * c:,} bytes a token in {args.precision}, {width * c * tokens / 1e9:,.2f} GB an epoch\n"
         f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
         f"at the matrix rate of {args.device}"
     )
@@ -279,11 +295,15 @@ def autocast(args: Settings):
 BAD_STEPS = 10  # so many in a row are skipped before a run gives up
 
 
-def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows | FollowedRows, check: Callable) -> None:
-    """All optimizer steps that are left. SIGINT and SIGTERM end it after a checkpoint, by KeyboardInterrupt."""
+def train(
+    args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows | FollowedRows, optimizer, begin, check: Callable
+) -> None:
+    """All optimizer steps that are left. SIGINT and SIGTERM end it after a checkpoint, by KeyboardInterrupt.
+
+    begin: steps that are done and micro-batches that all ranks have consumed. check: the evaluation.
+    """
     parameters = [p for p in loss.parameters() if p.requires_grad]
-    optimizer = make_optimizer(args, parameters)
-    done, consumed = load_checkpoint(run, loss.draft, optimizer, args.device)  # steps, micro-batches of all ranks
+    done, consumed = begin
     steps = args.steps or done + rows.steps_after(consumed, args.accumulate * ranks.world)
     model = DistributedDataParallel(loss) if ranks.world > 1 else loss
     log = Log(args, ranks, run, done, steps)
@@ -306,6 +326,8 @@ def train(args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows | F
                 saved = save(ranks, run, loss.draft, optimizer, step, consumed, args.keep)
             if stop:
                 raise KeyboardInterrupt
+        if log.last == 0:
+            raise ValueError(f"{args.follow or args.data} brought nothing to train on; is {run} to go on, --resume it")
         if saved < log.last:
             save(ranks, run, loss.draft, optimizer, log.last, consumed, args.keep)
         if interruption.asked:
@@ -506,6 +528,7 @@ def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
     """Greedy speculative decoding after held-out prompts, its tokens compared with the target's own greedy ones."""
     accepted, same, target = Accepted(0, 0), 0, source.target
     prompts = [d.tokens[: int(d.loss_mask.int().argmax())] for d in source.held_out[: args.decode_prompts]]
+    prompts = [prompt for prompt in prompts if len(prompt)]
     if not isinstance(target, Target):
         prompts = []  # only its states were at hand
     verifier = choose_verifier(target) if prompts else None
@@ -550,7 +573,7 @@ def cli(argv=None) -> int:
         return 2
     except OSError as error:
         print(f"train.py: error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, NotADirectoryError | FileExistsError | PermissionError) else 1
     except KeyboardInterrupt:
         print("\ninterrupted; --resume with the run's --name goes on, or --capture and --send again", file=sys.stderr)
         return 130
