@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from capture import Follower, prefetched
+from capture import Follower, bytes_per_token, prefetched
 from captured import is_captured, masks_of, open_captured, read_masks, token_key
 from conversations import answered, read_conversations
 from data import Document, Documents, anchors_of, choose_capacity, cut_to, lay_out, pack, python_documents, split
@@ -26,6 +26,7 @@ from draft_deepseek import RowBatch, build_rows
 from ends import TargetEnds, load_ends
 from target import Target, check_aux_layers, load_target, tiny_target
 
+POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
 TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
 
 
@@ -185,6 +186,10 @@ def followed_source(args, ranks) -> Source:
     index = Path(args.follow) / "index.jsonl"  # from --send: what was really sent
     masks = read_masks(index) if index.is_file() else masks_of([*training, *held_out])
     limit = None if args.follow_gb is None else int(args.follow_gb * 1e9)
+    waiting = ranks.world * (POOL_ROWS + args.accumulate * args.batch_rows) * args.row_tokens  # tokens not done with
+    need = 2 * waiting * bytes_per_token(ends.hidden_size, torch.float32)
+    if limit is not None and limit < need:  # else the driver would pause for states that wait for more of them
+        raise ValueError(f"--follow-gb is {args.follow_gb:g}; so many rows at once need {need / 1e9:.3g} at least")
     follower = Follower(args.follow, ends, masks, rank=ranks.rank, world=ranks.world, max_bytes=limit)
     return Source(
         training,
@@ -324,9 +329,6 @@ class Rows:
 
 def documents_in(window: list[Filled]) -> list[Document]:
     return [d for rows in window for row in rows for d, _ in row]
-
-
-POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
 
 
 class FollowedRows:

@@ -37,7 +37,6 @@ from test_captured import (  # noqa: F401  fixtures work by their names
     ends,
     home,
     not_finite,
-    one_thread,
     raw_last,
     rewrite,
     save_layers,

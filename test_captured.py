@@ -31,14 +31,6 @@ H, V, AUX = 24, 262, (1, 2, 3)
 DRAFT_IDS = torch.randperm(V, generator=torch.Generator().manual_seed(3))[:150].sort().values
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     """A random DeepSeek-V3 of seven layers, saved in several files, whose final norm is not one."""

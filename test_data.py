@@ -21,7 +21,7 @@ from drafts import make_draft
 from settings import Settings, resolve
 from sources import Assembler, open_source
 from target import load_target
-from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, one_thread, raw_last, states, target  # noqa: F401  fixtures work by their names
+from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, raw_last, states, target  # noqa: F401  fixtures work by their names
 from test_conversations import turns
 from test_runs import finish, start
 
@@ -224,6 +224,8 @@ def test_a_stream_of_other_texts_is_given_up_and_kept(runs, chats, captured, tmp
     with pytest.raises(ValueError, match="none of the first 10 files"):
         run(runs, "other", *flags)
     assert len([path for path in arriving.iterdir() if path.suffix in (".safetensors", ".unknown")]) == 196
+    with pytest.raises(ValueError, match="--follow-gb is 0.001"):  # it would wait for a pause to end that it asked for
+        run(runs, "little", *flags, "--follow-gb", 0.001)
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "STOP").touch()

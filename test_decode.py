@@ -87,14 +87,6 @@ def toy_draft(kind, steps, overfit=False):
     return draft
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module", params=["deepseek", "kimi"])
 def toy(request):
     return {"half trained": toy_draft(request.param, 12), "overfit": toy_draft(request.param, 100, overfit=True)}

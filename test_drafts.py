@@ -55,15 +55,6 @@ VARIANTS = {
 DRAFT_IDS = torch.tensor([5, 0, 61, 17, 2, 33, 40, 8, 9, 63, 22, 51, 3, 46, 12, 28])  # no order: d2t goes negative
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors here are tiny: a second thread costs more than it brings, on a busy machine many times over."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ------------------------------------------------------------------------------------------------------ the oracle
 
 

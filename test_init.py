@@ -13,7 +13,6 @@ from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from drafts import PRESETS, draft_config, export, load_draft, make_draft
 from settings import Settings, resolve
 from sources import open_source
-from test_decode import one_thread  # noqa: F401  works by its name
 
 
 def settings(runs, **changes):

@@ -42,7 +42,6 @@ from test_drafts import (
     make_batch,
     make_draft,
     make_rows,
-    one_thread,  # noqa: F401  the fixture serves this file too
     oracle,
     reachable,
     run_fast,

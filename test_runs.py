@@ -23,7 +23,7 @@ import train
 from conversations import answered
 from data import anchors_of, choose_capacity, cut_to, pack, python_documents
 from target import byte_tokenizer
-from test_decode import one_thread, toy_draft, toy_rows  # noqa: F401  the fixture works by its name
+from test_decode import toy_draft, toy_rows
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parent

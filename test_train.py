@@ -16,14 +16,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # ------------------------------------------------------------------------------------------------------------- packing
 
 
