@@ -8,7 +8,7 @@ import torch
 import target
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
     """Toys are faster on one, and sums come out the same."""
     threads = torch.get_num_threads()
