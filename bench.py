@@ -50,7 +50,7 @@ from transformers.utils import logging as transformers_logging
 
 import bench_decode
 import draft_deepseek
-from costs import FORMS, model_flops, saved, step_memory, workload
+from costs import FORMS, clock, even_workload, matrix_rate, model_flops, saved, step_memory, workload
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from settings import OneLineParser
@@ -304,7 +304,8 @@ def measure(cell: Cell) -> dict:
             one_step(cell, draft, batch, one)
         return {"peak_bytes": peak.growth}
     check(cell, draft, batch, impls)
-    times, peaks, rate = {name: [] for name in impls}, {}, matrix_rate(cell)
+    times, peaks, width = {name: [] for name in impls}, {}, 2048 if cell.device == "cpu" else 8192
+    rate = matrix_rate(cell.device, getattr(torch, cell.dtype), width)
     work = workload(batch.document, batch.loss_mask, batch.position, STEPS)
     for _, (name, implementation) in itertools.product(range(cell.rounds), impls.items()):
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -319,34 +320,16 @@ def measure(cell: Cell) -> dict:
 
 def one_step(cell: Cell, draft, batch: Batch, implementation) -> tuple[float, ...]:
     """Seconds of the teacher, of zero_grad and the forward, of the backward."""
-    marks = [clock(cell)]
+    marks = [clock(cell.device)]
     prepared = implementation.prepare(batch)
-    marks.append(clock(cell))
+    marks.append(clock(cell.device))
     draft.zero_grad(set_to_none=False)
     with autocast(cell):
         loss = implementation(*prepared)
-    marks.append(clock(cell))
+    marks.append(clock(cell.device))
     loss.backward()
-    marks.append(clock(cell))
+    marks.append(clock(cell.device))
     return tuple(after - before for before, after in itertools.pairwise(marks))
-
-
-def clock(cell: Cell) -> float:
-    if cell.device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def matrix_rate(cell: Cell) -> float:
-    """FLOP/s of a square matrix product in this dtype with these threads, the best of five."""
-    width = 2048 if cell.device == "cpu" else 8192
-    x = torch.randn(width, width, device=cell.device, dtype=getattr(torch, cell.dtype))
-    times = []
-    for _ in range(6):
-        start = clock(cell)
-        x @ x
-        times.append(clock(cell) - start)
-    return 2 * width**3 / min(times[1:])
 
 
 class PeakMemory:
@@ -423,10 +406,10 @@ class Stopwatch:
 
     def wrap(self, name, fn):
         def timed(*args, **kwargs):
-            start = clock(self.cell)
+            start = clock(self.cell.device)
             self.inside.append(0.0)
             out = fn(*args, **kwargs)
-            elapsed, key = clock(self.cell) - start, name(*args) if callable(name) else name
+            elapsed, key = clock(self.cell.device) - start, name(*args) if callable(name) else name
             self.seconds[key] = self.seconds.get(key, 0.0) + elapsed - self.inside.pop()
             self.inside[-1] += elapsed
             return out
@@ -440,8 +423,7 @@ class Stopwatch:
 def suite_shapes(args) -> dict:
     """The real drafts on the meta device: nothing is allocated."""
     rows, t, places = [], 4096, list(itertools.product((4096, 32768, 131072), (0.25, 1.0)))
-    work = dict(slots=t, pairs=STEPS * t, later_pairs=(STEPS - 1) * t, keys_read=STEPS * t * (t + 1) // 2)
-    work |= dict(own_keys_read=STEPS * (STEPS - 1) // 2 * t, supervised=STEPS * t, taught=t)
+    work = even_workload(t, t, t, STEPS * t * (t + 1) // 2, STEPS)
     for size, reduced in itertools.product(("deepseek-v3", "kimi-k2.5", "kimi-k3"), (True, False)):
         name = size if size in DRAFTS else "deepseek-v3"
         with torch.device("meta"):
@@ -508,8 +490,7 @@ def suite_train(args) -> dict:
         if peaks[cell] and peaks.get(twice):
             growth[str(cell)] = peaks[twice] / peaks[cell]
     print_train(rows, full, growth)
-    device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {args.threads} threads"
-    machine = {"torch": torch.__version__, "device": device, "threads": args.threads}
+    machine = bench_decode.machine(args)
     return {"suite": args.suite, "machine": machine, "rows": rows, "peak_of_2t_over_t": growth, "cells": full}
 
 

@@ -19,7 +19,6 @@ Shapes: B rows, M slots of the draft's cache, K drafted tokens, n heads, R kv_lo
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from conversations import answered
+from costs import clock
 from data import python_documents
 from decode import Accepted, Drafter, by_bucket, by_depth, choose_verifier, distribution, pick, speculative, streams
 from draft_deepseek import upcast
@@ -70,9 +70,12 @@ def suite(args, make_drafts: Callable[[], dict[str, nn.Module]], print_table: Ca
         print(f"bench.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
     print_table(tuple(head), [tuple(form(row) for form in head.values()) for row in rows])
+    return {"suite": "decode", "machine": machine(args), "rows": rows, "cells": full}
+
+
+def machine(args) -> dict:
     device = torch.cuda.get_device_name() if args.device == "cuda" else f"cpu, {args.threads} threads"
-    machine = {"torch": torch.__version__, "device": device, "threads": args.threads}
-    return {"suite": "decode", "machine": machine, "rows": rows, "cells": full}
+    return {"torch": torch.__version__, "device": device, "threads": args.threads}
 
 
 # --------------------------------------------------------------------------------------------------- chains of tokens
@@ -188,18 +191,12 @@ def take_turns(functions: dict[str, Callable], args, seconds: float = 0.5) -> di
     for _ in range(args.rounds):
         for name, function in functions.items():
             function()  # the processor's caches are the other's
-            n, begin = 0, now(args.device)
-            while now(args.device) - begin < seconds:
+            n, begin = 0, clock(args.device)
+            while clock(args.device) - begin < seconds:
                 function()
                 n += 1
-            times[name].append((now(args.device) - begin) / n)
+            times[name].append((clock(args.device) - begin) / n)
     return times
-
-
-def now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def memory_bandwidth(device: str, dtype: torch.dtype, numbers: int = 1 << 26) -> float:
@@ -207,9 +204,9 @@ def memory_bandwidth(device: str, dtype: torch.dtype, numbers: int = 1 << 26) ->
     matrix = torch.ones(numbers >> 13, 1 << 13, dtype=dtype, device=device)
     vector, best = matrix[0].clone(), float("inf")
     for _ in range(6):
-        begin = now(device)
+        begin = clock(device)
         matrix @ vector
-        best = min(best, now(device) - begin)
+        best = min(best, clock(device) - begin)
     return matrix.numel() * matrix.element_size() / best
 
 
@@ -345,14 +342,14 @@ def decode_all(args, drafter: Drafter, target: Target, prompts: list[Tensor], ve
     for i, prompt in enumerate(
         tqdm(prompts, desc=f"K {drafter.k}, temperature {drafter.temperature:g}", unit="prompt")
     ):
-        begin = now(args.device)
+        begin = clock(args.device)
         alone = plain(target, prompt, args.new_tokens, drafter.temperature, drafter.top_p, i)
-        found["plain_seconds"].append(now(args.device) - begin)
+        found["plain_seconds"].append(clock(args.device) - begin)
         count = [0]
         handle = target.backbone.register_forward_pre_hook(lambda *_, count=count: count.append(1))
-        begin = now(args.device)
+        begin = clock(args.device)
         (decoded,) = speculative(drafter, target, [prompt], args.new_tokens, seed=i, verifier=verifier)
-        found["seconds"].append(now(args.device) - begin)
+        found["seconds"].append(clock(args.device) - begin)
         handle.remove()
         found["forwards"] += sum(count)
         found["identical"] += torch.equal(decoded.tokens, alone)

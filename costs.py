@@ -1,9 +1,11 @@
-"""What a training step costs, by formula: multiplications, bytes kept for the backward, memory at the peak.
+"""What a training step costs, by formula: multiplications, bytes kept for the backward, memory at the peak; and the
+clock and the matrix rate that they are held against.
 
 Held to saved-tensor hooks and FLOP counts of real steps by the tests. Shapes: B rows, T slots, A anchors, S steps, H
 hidden, n heads, R kv_lora_rank, V and Vd vocabularies; c bytes per number of the compute dtype.
 """
 
+import time
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,12 @@ def workload(document: Tensor, loss_mask: Tensor, position: Tensor, steps: int) 
     counts = (document >= 0).sum(), pairs.sum(), pairs[1:].sum(), *keys, valid.sum(), valid[0].sum()
     names = ("slots", "pairs", "later_pairs", "keys_read", "own_keys_read", "supervised", "taught")
     return dict(zip(names, map(int, counts), strict=True))
+
+
+def even_workload(slots: int, anchors: int, taught: int, keys_read: int, steps: int) -> dict[str, int]:
+    """`workload` where every anchor is supervised at all steps; keys_read: step-0 keys, summed over pairs."""
+    work = dict(slots=slots, pairs=anchors * steps, later_pairs=anchors * (steps - 1), keys_read=keys_read)
+    return work | dict(own_keys_read=anchors * steps * (steps - 1) // 2, supervised=taught * steps, taught=taught)
 
 
 def model_flops(cfg, slots, pairs, later_pairs, keys_read, own_keys_read, supervised, taught) -> dict[str, int]:
@@ -129,3 +137,23 @@ def step_memory(
         "teacher": 4 * vocab * (slots if form == "dense" else anchors),
         "temporary": max(loss, anchors * keep.remade),
     }
+
+
+# -------------------------------------------------------------------------------------------------------- the machine
+
+
+def clock(device: str) -> float:
+    """Seconds, once the device has done what it was asked."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def matrix_rate(device: str, dtype: torch.dtype, width: int) -> float:
+    """FLOP/s of a product of square matrices of that width, the best of five."""
+    x, times = torch.randn(width, width, device=device, dtype=dtype), []
+    for _ in range(6):
+        start = clock(device)
+        x @ x
+        times.append(clock(device) - start)
+    return 2 * width**3 / min(times[1:])

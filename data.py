@@ -64,9 +64,13 @@ class Documents(Sequence):
         i = np.fromiter(indices, np.int64)
         return Documents(self.tokens, self.loss_mask, self.begins[i], self.lengths[i], [self.sources[j] for j in i])
 
+    @property
+    def learned(self) -> int:
+        return sum(int(self.loss_mask[b : b + n].sum()) for b, n in zip(self.begins, self.lengths, strict=True))
+
     def summary(self) -> str:
-        learned = sum(int(d.loss_mask.sum()) for d in self)
-        return f"{len(self):,} documents, {self.lengths.sum():,} tokens, {learned / self.lengths.sum():.0%} learned"
+        tokens = self.lengths.sum()
+        return f"{len(self):,} documents, {tokens:,} tokens, {self.learned / tokens:.0%} learned"
 
 
 def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents, Documents]:
@@ -177,6 +181,11 @@ def anchors_of(loss_mask: Tensor, steps: int) -> int:
     """Slots of one document [L] that are valid at one of `steps` steps: those within reach of a learned token."""
     learned = F.pad(loss_mask[1:].float(), (0, steps))
     return int(learned.unfold(0, steps, 1).amax(1).sum()) if len(loss_mask) > 1 else 0
+
+
+def sizes_of(documents: Iterable[Document], steps: int) -> list[tuple[int, int]]:
+    """(tokens, anchors) of every document."""
+    return [(len(d.tokens), anchors_of(d.loss_mask, steps)) for d in documents]
 
 
 def choose_capacity(sizes: list[tuple[int, int]], row_tokens: int) -> int:

@@ -208,7 +208,7 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int
     newest = newest_checkpoint(run)
     if newest is None:
         return 0, 0
-    stored = load_draft(newest).state_dict()
+    stored = read_state(newest)
     misfits = [k for k, x in draft.state_dict().items() if k not in stored or stored[k].shape != x.shape]
     if misfits:
         raise ValueError(f"{newest} is another draft's ({', '.join(misfits[:3])} differ); resume with its own settings")
@@ -292,15 +292,13 @@ def load_into(draft: nn.Module, path: Path, embedding: Tensor | None = None) -> 
     """
     cfg, state = draft.config, read_state(path)
     names = {name.removeprefix("model."): name for name in state}
-    if cfg.draft_vocab_size < cfg.vocab_size and "d2t" in names and "t2d" not in names:
-        offsets = state[names["d2t"]].long()
-        ids = offsets + torch.arange(len(offsets))
-        state["t2d"] = torch.zeros(cfg.vocab_size, dtype=torch.bool).index_fill(
-            0, ids.clamp(0, cfg.vocab_size - 1), True
-        )
     if embedding is not None and "embed_tokens.weight" not in names:
         state["embed_tokens.weight"] = embedding
     try:
+        if cfg.draft_vocab_size < cfg.vocab_size and "d2t" in names and "t2d" not in names:
+            offsets = state[names["d2t"]].long()
+            draft.set_vocab_mapping(offsets + torch.arange(len(offsets)))
+            state["t2d"] = draft.t2d
         import_state(draft, state)
         assert draft.draft_ids is not None
     except ValueError as error:

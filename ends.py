@@ -5,13 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from draft_deepseek import RMSNorm
 from files import naming, read_json, shapes_in
-from target import Target
+from target import Target, check_directory, load_tokenizer
 
 LAYOUTS = (  # how checkpoints name the text model, and its head
     ("model.", "lm_head."),
@@ -64,9 +63,7 @@ def load_ends(path, device="cpu", dtype=None, trust_remote_code=False) -> Target
     ValueError: no such directory, keys or tensors that are missing, other shapes than the config's, a damaged file.
     """
     path = Path(path)
-    if not (path / "config.json").is_file():
-        found = "has no config.json" if path.is_dir() else "is no directory"
-        raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
+    check_directory(path)
     config = text_config(path)
     tensors = read_ends(path, config)
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else tensors[0].dtype)
@@ -76,16 +73,6 @@ def load_ends(path, device="cpu", dtype=None, trust_remote_code=False) -> Target
     stops = config["eos_token_id"] if stops is None else stops
     stops = [stops] if isinstance(stops, int) else list(stops or [])
     return TargetEnds(config, *(x.to(device, dtype) for x in tensors), tokenizer, stops)
-
-
-def load_tokenizer(path: Path, trust_remote_code: bool = False):
-    """That of a local model directory; None where it has none. ValueError: it cannot be read."""
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    with naming(path, "is it whole, does it want --trust-remote-code?"):
-        return transformers.AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=trust_remote_code
-        )
 
 
 def text_config(path: Path) -> dict:

@@ -21,7 +21,18 @@ from torch import Tensor, nn
 from capture import Follower, bytes_per_token, prefetched
 from captured import is_captured, masks_of, open_captured, read_masks, token_key
 from conversations import answered, read_conversations
-from data import Document, Documents, anchors_of, choose_capacity, cut_to, lay_out, pack, python_documents, split
+from data import (
+    Document,
+    Documents,
+    anchors_of,
+    choose_capacity,
+    cut_to,
+    lay_out,
+    pack,
+    python_documents,
+    sizes_of,
+    split,
+)
 from draft_deepseek import RowBatch, build_rows
 from ends import TargetEnds, load_ends
 from target import Target, check_aux_layers, load_target, tiny_target
@@ -226,13 +237,8 @@ class Assembler:
     """Makes the rows of a micro-batch from documents and their states. make_mask: keep FlexAttention's block mask."""
 
     def __init__(self, args, source: Source, draft_ids: Tensor, anchors: int, make_mask: bool):
-        self.args, self.source, self.draft_ids, self.anchors, self.make_mask = (
-            args,
-            source,
-            draft_ids,
-            anchors,
-            make_mask,
-        )
+        self.args, self.source, self.draft_ids = args, source, draft_ids
+        self.anchors, self.make_mask = anchors, make_mask
         dtype, device = getattr(torch, args.precision), torch.device(args.device)
         features = torch.zeros(0, len(source.aux_layers) * source.hidden_size, dtype=dtype, device=device)
         is_state = source.width == source.hidden_size  # else probabilities, which bfloat16 would round
@@ -259,7 +265,7 @@ class Rows:
 
     def __init__(self, args, source: Source, documents: Documents, sizes: list[tuple[int, int]], make: Assembler):
         self.args, self.source, self.documents, self.sizes, self.make = args, source, documents, sizes, make
-        self.lengths, self.latest, self.damaged = [], (-1, []), 0
+        self.lengths, self.latest = [], (-1, [])
 
     def epoch(self, number: int) -> list[list[list[int]]]:
         """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
@@ -316,9 +322,7 @@ class Rows:
     def fill(self, batch: list[list[int]]) -> Filled:
         documents = [[self.documents[i] for i in row] for row in batch]
         states = iter(self.source.states([d for row in documents for d in row]))
-        rows = [[(d, found) for d in row if (found := next(states)) is not None] for row in documents]
-        self.damaged += sum(map(len, documents)) - sum(map(len, rows))
-        return rows
+        return [[(d, found) for d in row if (found := next(states)) is not None] for row in documents]
 
     def used(self, window: Window) -> None:
         """Nothing to clear away."""
@@ -335,12 +339,13 @@ class FollowedRows:
     """Rows of documents as a running vLLM delivers them, each seen once; those held out are kept in memory. What was
     used since the last checkpoint when a run is killed is gone: it goes on with what arrives.
 
-    expected: how many micro-batches the conversations of --data would make.
+    expected: the rows that the conversations of --data would make.
     """
 
-    def __init__(self, args, source: Source, make: Assembler, expected: int):
-        self.args, self.follower, self.make, self.per_epoch = args, source.follower, make, expected
-        self.keys, self.held, self.damaged = {token_key(d.tokens) for d in source.held_out}, [], 0
+    def __init__(self, args, source: Source, expected: Rows):
+        self.args, self.follower, self.make = args, source.follower, expected.make
+        self.per_epoch, self.sizes = expected.per_epoch, expected.sizes
+        self.keys, self.held = {token_key(d.tokens) for d in source.held_out}, []
 
     def steps_after(self, consumed: int, per_step: int) -> int:
         return max(1, -(-(self.per_epoch - consumed) // per_step))
@@ -371,7 +376,7 @@ class FollowedRows:
 
     def pack(self, pool: list) -> list[list]:
         """Rows of the pool, the emptiest last."""
-        sizes = [(len(d.tokens), anchors_of(d.loss_mask, self.args.ttt_steps)) for d, _ in pool]
+        sizes = sizes_of((d for d, _ in pool), self.args.ttt_steps)
         rows = pack(sizes, self.args.row_tokens, self.make.anchors, random.Random(self.args.seed))
         rows.sort(key=lambda row: -sum(sizes[i][0] for i in row))
         return [[pool[i] for i in row] for row in rows]
@@ -403,14 +408,11 @@ def make_rows(
     args, source: Source, draft_ids: Tensor, make_mask: bool
 ) -> tuple[Rows | FollowedRows, Rows | FollowedRows]:
     """The rows to train on and those to evaluate on, of the same shapes."""
-    sizes = [
-        [(len(d.tokens), anchors_of(d.loss_mask, args.ttt_steps)) for d in documents]
-        for documents in (source.training, source.held_out)
-    ]
+    sizes = [sizes_of(documents, args.ttt_steps) for documents in (source.training, source.held_out)]
     anchors = args.anchors or choose_capacity(sizes[0], args.row_tokens)
     make = Assembler(args, source, draft_ids, anchors, make_mask)
     rows = [Rows(args, source, d, s, make) for d, s in zip((source.training, source.held_out), sizes, strict=True)]
     if source.follower is None:
         return tuple(rows)
-    followed = FollowedRows(args, source, make, rows[0].count(1))
+    followed = FollowedRows(args, source, rows[0])
     return followed, followed

@@ -200,9 +200,7 @@ def load_target(path, aux_layers=None, trust_remote_code=False, device="cpu", dt
     directory that is missing, malformed or half-written, layers that do not exist.
     """
     path = Path(path)
-    if not (path / "config.json").is_file():
-        found = "has no config.json" if path.is_dir() else "is no directory"
-        raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
+    check_directory(path)
     local = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else "auto")
     try:
@@ -214,17 +212,33 @@ def load_target(path, aux_layers=None, trust_remote_code=False, device="cpu", dt
     own_code = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     is_causal = own_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING  # else a multimodal wrapper
     auto = AutoModelForCausalLM if is_causal else transformers.AutoModelForImageTextToText
-    has_tokenizer = any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     try:
         model, info = auto.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True, **local)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local) if has_tokenizer else None
     except Exception as error:
         raise unreadable(path, error) from error
     if missing := sorted(info["missing_keys"]):  # transformers makes them up at random and only warns
         raise ValueError(
             f"the weights in {path} lack {len(missing)} tensors ({', '.join(missing[:3])}); copy the directory again"
         )
-    return Target(model.to(device), aux_layers, tokenizer)
+    return Target(model.to(device), aux_layers, load_tokenizer(path, trust_remote_code))
+
+
+def check_directory(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        found = "has no config.json" if path.is_dir() else "is no directory"
+        raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
+
+
+def load_tokenizer(path: Path, trust_remote_code=False):
+    """That of a local model directory; None where it has none. ValueError: it cannot be read."""
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as error:
+        raise unreadable(path, error) from error
 
 
 def unreadable(path: Path, error: Exception) -> ValueError:

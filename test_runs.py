@@ -21,7 +21,7 @@ import drafts
 import target
 import train
 from conversations import answered
-from data import anchors_of, choose_capacity, cut_to, pack, python_documents
+from data import anchors_of, choose_capacity, cut_to, pack, python_documents, sizes_of
 from target import byte_tokenizer
 from test_decode import toy_draft, toy_rows
 
@@ -284,7 +284,7 @@ def documents_for(batches: int, row_tokens: int, steps: int = 3) -> int:
     documents = [cut_to(d, row_tokens) for d in answered(tokenizer, python_documents(False)[:300])]
     for n in range(20, 300):
         kept = [d for d in documents[:n] if anchors_of(d.loss_mask, steps)]
-        sizes = [(len(d.tokens), anchors_of(d.loss_mask, steps)) for d in kept]
+        sizes = sizes_of(kept, steps)
         if len(pack(sizes, row_tokens, choose_capacity(sizes, row_tokens), random.Random("0/0"))) == batches:
             return n
     raise AssertionError(f"no number of documents makes {batches} rows")

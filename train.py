@@ -38,16 +38,14 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from capture import send, write_capture
-from costs import model_flops, step_memory
-from data import anchors_of
+from costs import even_workload, matrix_rate, model_flops, step_memory
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
-from ends import load_tokenizer
 from files import replace_with
 from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
 from sources import FollowedRows, Rows, Source, conversations, make_rows, open_source
-from target import Target
+from target import Target, load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
@@ -63,7 +61,7 @@ def main(argv=None) -> None:
         return capture(args, Path(instead.capture))
     if instead.send:
         return send_conversations(args, *instead.send)
-    with join_ranks(args) as ranks, nothing() if instead.dry_run else open_run(given, ranks) as run:
+    with join_ranks(args) as ranks, contextlib.nullcontext() if instead.dry_run else open_run(given, ranks) as run:
         source = open_source(args, ranks)
         torch.manual_seed(args.seed)
         newest = None if instead.dry_run else newest_checkpoint(run)
@@ -89,9 +87,6 @@ def main(argv=None) -> None:
             if is_servable(draft):
                 export(draft, run / "draft", args.export_dtype)
             report(args, run, result)
-
-
-nothing = contextlib.nullcontext
 
 
 def interrupt(number, frame):
@@ -222,19 +217,18 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
     """What the run will be, and what it needs by formula: rows, fill, steps, memory, hours at the matrix rate."""
     cfg, t, a, s = draft.config, args.row_tokens, rows.make.anchors, args.ttt_steps
     trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad == x) for x in (True, False))
-    sizes = [(len(d.tokens), anchors_of(d.loss_mask, s), int(d.loss_mask.sum())) for d in source.training]
-    tokens, anchors, learned = (sum(column) for column in zip(*sizes, strict=True))
+    tokens, anchors = (sum(column) for column in zip(*rows.sizes, strict=True))
+    learned = source.training.learned
     per_step, batches = args.accumulate * ranks.world, rows.per_epoch
     steps = args.steps or rows.steps_after(0, per_step)
     epochs, count = steps * per_step / batches, batches * args.batch_rows
     form, c = "step" if args.recompute == "step" else "ours", 2 if args.precision == "bfloat16" else 4
     memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, a / t, c, form, s).values())
     width = len(source.aux_layers) * source.hidden_size + source.width
-    keys = int(sum(a * s * (n - a / 2) for n, a, _ in sizes))  # answers end their documents
-    work = dict(slots=tokens, pairs=anchors * s, later_pairs=anchors * (s - 1), keys_read=keys)
-    work |= dict(own_keys_read=anchors * s * (s - 1) // 2, supervised=learned * s, taught=learned)
-    flops = epochs * sum(model_flops(cfg, **work).values())
-    hours = flops / matrix_rate(args) / ranks.world / 3600
+    keys = int(sum(a * s * (n - a / 2) for n, a in rows.sizes))  # answers end their documents
+    flops = epochs * sum(model_flops(cfg, **even_workload(tokens, anchors, learned, keys, s)).values())
+    rate = matrix_rate(args.device, getattr(torch, args.precision), 8192 if args.device.startswith("cuda") else 1024)
+    hours = flops / rate / ranks.world / 3600
     warning = "" if is_servable(draft) else "warning: engines load no draft without q_lora_rank; no export\n"
     return warning + (
         f"draft: {type(draft).__name__}, {trained / 1e6:,.2f}M trained parameters, {cfg.draft_vocab_size:,} of "
@@ -249,17 +243,6 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
 
 def is_servable(draft: nn.Module) -> bool:
     return draft.config.q_lora_rank is not None
-
-
-def matrix_rate(args: Settings) -> float:
-    """FLOP/s of a square matrix product in the run's precision, the best of three."""
-    width = 8192 if torch.device(args.device).type == "cuda" else 1024
-    x, best = torch.randn(width, width, device=args.device, dtype=getattr(torch, args.precision)), math.inf
-    for _ in range(4):
-        start = time.perf_counter()
-        float((x @ x)[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - start)
-    return 2 * width**3 / best
 
 
 @functools.cache
