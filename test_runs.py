@@ -410,12 +410,18 @@ def test_a_killed_rank_ends_the_job_with_an_error(runs):
 )
 def test_bad_input_is_one_line_and_exit_code_2(runs, flags, said, capsys):
     before = sorted(runs.rglob("*"))
-    with pytest.raises((SystemExit, ValueError)) as stopped:
-        train.main(["--runs", str(runs), *flags])
-    message = capsys.readouterr().err if isinstance(stopped.value, SystemExit) else str(stopped.value)
-    assert said in message and message.strip().count("\n") == 0
-    assert not isinstance(stopped.value, SystemExit) or stopped.value.code == 2
+    assert said in complaint(["--runs", str(runs), *flags], capsys)
     assert sorted(runs.rglob("*")) == before
+
+
+def complaint(argv, capsys) -> str:
+    """The one line that train.py ends with, by exit code 2 or a ValueError."""
+    with pytest.raises((SystemExit, ValueError)) as stopped:
+        train.main(argv)
+    message = capsys.readouterr().err if isinstance(stopped.value, SystemExit) else str(stopped.value)
+    assert message.strip().count("\n") == 0
+    assert not isinstance(stopped.value, SystemExit) or stopped.value.code == 2
+    return message
 
 
 def test_an_existing_run_is_not_overwritten(runs):
