@@ -22,7 +22,8 @@ V target vocabulary, Vd draft vocabulary; in einops patterns b t a s h n r d v, 
 import json
 import math
 from dataclasses import MISSING, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
 from typing import NamedTuple
 
@@ -200,11 +201,16 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         mask = mask.masked_fill(~visible[:, None], float("-inf"))
         cache = [[], []] if cache_hidden is None else cache_hidden
         embeds = self.embed_input_ids(input_ids)
-        hidden = self.model.layers[0](embeds, projected_hidden_states, mask, position_ids, cache)
+        states = projected_hidden_states.masked_fill(~attention_mask.bool()[..., None], 0.0)  # whatever padding holds
+        hidden = self.model.layers[0](embeds, states, mask, position_ids, cache)
         return self.model.norm(hidden) if self.config.norm_output else hidden
 
-    def project_hidden_states(self, aux_hidden_states: Tensor) -> Tensor:
-        """g [B,T,H] of the target's auxiliary states [B,T,num_aux*H_target], lowest layer first."""
+    def project_hidden_states(self, aux_hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """g [B,T,H] of the target's auxiliary states [B,T,num_aux*H_target], lowest layer first.
+
+        attention_mask [B,T]: states where it is 0 are taken as zeros. Give it where padding may hold NaN: even without
+        a gradient of its own it would reach that of `fc` (0 x NaN).
+        """
         n_aux, width = self.config.num_aux_hidden_states, self.config.target_hidden_size
         if aux_hidden_states.shape[-1] != n_aux * width:
             raise ValueError(
@@ -212,6 +218,8 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
                 f"{width} = {n_aux * width}; is --model the target they were captured from?"
             )
         x = aux_hidden_states
+        if attention_mask is not None:
+            x = x.masked_fill(~attention_mask.bool()[..., None], 0.0)
         if not torch.is_autocast_enabled(x.device.type):
             x = x.to(self.model.fc.weight.dtype)
         if self.config.fc_norm:
@@ -344,8 +352,9 @@ class Eagle3DeepseekMLAAttention(nn.Module):
         scores = [einsum(q, k0, "b n t d, b n j d -> b n t j") * self.scaling + attention_mask]
         keys_values = [self.keys_values(latent) for latent in own]
         scores += [einsum(q, k, "b n t d, b n t d -> b n t")[..., None] * self.scaling for k, _ in keys_values]
-        scores = torch.cat(scores, dim=-1)
-        p = upcast(scores).softmax(-1).nan_to_num(0.0).to(v0.dtype)
+        scores = upcast(torch.cat(scores, dim=-1))
+        blind = scores.amax(-1, keepdim=True) == float("-inf")  # left to the softmax, its NaN would be in the backward
+        p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0).to(v0.dtype)
         o = einsum(p[..., : k0.shape[2]], v0, "b n t j, b n j v -> b n t v")
         for j, (_, v) in enumerate(keys_values, start=k0.shape[2]):
             o = o + p[..., j : j + 1] * v
@@ -604,7 +613,9 @@ def block_index(mask: AnchorMask, slots: int) -> BlockIndex:
 
     def order(active: Tensor) -> tuple[Tensor, Tensor]:
         active = active[:, None]
-        return active.sum(-1, dtype=torch.int32), active.int().argsort(dim=-1, descending=True, stable=True).int()
+        found = active.sum(-1), active.int().argsort(dim=-1, descending=True, stable=True)
+        # FlexAttention's backward takes the strides of a new tensor for granted, and argsort keeps those of its input
+        return tuple(x.to(torch.int32, memory_format=torch.contiguous_format) for x in found)
 
     part = touched & ~full
     return BlockIndex(*order(part), *order(full), *order(part.mT), *order(full.mT))
@@ -624,6 +635,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: AnchorMask, scale: float) -> t
 
 def attend_flex(q, k, v, mask: AnchorMask, scale: float):
     first, last, blocks = mask
+    if misplaced := [name for name, x in zip(blocks._fields, blocks, strict=True) if not has_fresh_strides(x)]:
+        raise ValueError(f"{', '.join(misplaced)} of the block index are not laid out as new tensors; use block_index")
     if blocks.kv.shape[-1] != -(-k.shape[2] // BLOCK) or blocks.q.shape[-1] != -(-q.shape[2] // BLOCK):
         built = f"{blocks.q.shape[-1]} x {blocks.kv.shape[-1]} blocks of {BLOCK}"
         raise ValueError(f"the block mask is for {built}, not for {q.shape[2]} anchors x {k.shape[2]} slots")
@@ -638,6 +651,11 @@ def attend_flex(q, k, v, mask: AnchorMask, scale: float):
         q, k, v, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True), kernel_options=options
     )
     return o, aux.lse
+
+
+def has_fresh_strides(x: Tensor) -> bool:
+    """Is x laid out as a new tensor of its shape? `is_contiguous` looks past the strides of dimensions of one."""
+    return list(x.stride()) == list(accumulate(reversed(x.shape[1:]), mul, initial=1))[::-1]
 
 
 def attend_dense(q, k, v, mask: AnchorMask, scale: float, rows: int = 512):
@@ -758,8 +776,9 @@ class RowBatch(NamedTuple):
     teacher: Tensor  # [B,A,Vd] p of the supervised tokens of the row, in order
     teacher_index: Tensor  # [S,B,A] row of teacher; -1 not supervised
     valid: Tensor  # [S,B,A]
-    denominators: Tensor  # [S]
+    denominators: Tensor  # [S] supervised slots of each step in the whole optimizer step
     block_mask: BlockIndex | None = None
+    mean_alpha: Tensor | None = None  # [S] mean acceptance over them, for "lambda"; None: over this batch's
 
 
 @torch.no_grad()
@@ -789,6 +808,9 @@ def build_rows(
     """
     check_rows(tokens, document, position, features, loss_mask, last_hidden)
     device, (b, t) = features.device, tokens.shape
+    padding = (document < 0).to(device)
+    if (features[padding] != 0).any():  # NaN too: it would reach the gradient of `fc`; a copy only where it must be
+        features = features.masked_fill(padding[..., None], 0.0)
     valid = valid_slots(document, loss_mask, steps)
     needed = valid.any(0)
     most = max(int(needed.sum(1).max()), 1)
@@ -878,6 +900,7 @@ class Metrics(NamedTuple):
     step_valid: Tensor  # [S] slots valid at every step up to s
     step_prefix_hits: Tensor  # [S] those also supervised and right at every step up to s
     hit: Tensor  # [S,B,A]
+    step_alpha: Tensor | None = None  # [S] sum of alpha over supervised slots, where "lambda" had to find its mean
 
     @property
     def valid_tokens(self) -> Tensor:
@@ -897,44 +920,58 @@ class TTTLoss(nn.Module):
     """The S-step loss of a draft on a `RowBatch`: `loss, metrics = TTTLoss(draft)(rows)`.
 
     loss: "ce" soft cross-entropy; "alpha" -log of the acceptance alpha = sum_v min(p, q); "lambda" w CE +
-    (1-w)(1-alpha) with w = lk_scale exp(-lk_decay mean alpha). Steps weigh step_decay**s. recompute: "step" remakes
-    each step in the backward, so that memory hardly grows with S.
+    (1-w)(1-alpha) with w = lk_scale exp(-lk_decay mean alpha) (`RowBatch.mean_alpha`). Steps weigh step_decay**s.
+    steps: the S that rows must have, None for whatever they were built for. recompute: "step" remakes each step in the
+    backward, so that memory hardly grows with S. ValueError: another loss or recompute, rows of another S.
     """
 
     def __init__(
-        self, draft, steps=7, loss="ce", lk_scale=1.0, lk_decay=3.0, step_decay=0.8, recompute="none", logits_rows=512
+        self,
+        draft,
+        steps=None,
+        loss="ce",
+        lk_scale=1.0,
+        lk_decay=3.0,
+        step_decay=0.8,
+        recompute="none",
+        logits_rows=512,
     ):
         super().__init__()
-        if steps < 1 or loss not in ("ce", "alpha", "lambda") or recompute not in ("none", "step"):
-            raise ValueError(
-                f"steps {steps} (at least 1), loss {loss!r} (ce, alpha, lambda), recompute {recompute!r} (none, step)"
-            )
+        if loss not in ("ce", "alpha", "lambda") or recompute not in ("none", "step"):
+            raise ValueError(f"loss {loss!r} (ce, alpha, lambda), recompute {recompute!r} (none, step)")
         self.draft, self.steps, self.loss, self.recompute = draft, steps, loss, recompute
         self.lk_scale, self.lk_decay, self.step_decay = lk_scale, lk_decay, step_decay
         self.logits_rows = logits_rows  # logits exist for so many rows at a time, or for a 16th of them
 
     def forward(self, rows: RowBatch) -> tuple[Tensor, Metrics]:
+        steps = len(rows.teacher_index)
+        if self.steps not in (None, steps):
+            raise ValueError(f"the rows were built for {steps} steps, this loss is for {self.steps}")
         hidden = self.unroll(rows)
         x = hidden if self.draft.config.norm_output else self.draft.model.norm(hidden)
         supervised = rows.teacher_index >= 0
-        weight = self.step_decay ** torch.arange(self.steps, device=x.device, dtype=torch.float32)
+        weight = self.step_decay ** torch.arange(steps, device=x.device, dtype=torch.float32)
         scale = supervised * (weight / weight.sum() / rows.denominators)[:, None, None]
         offset = torch.arange(len(rows.teacher), device=x.device)[:, None] * rows.teacher.shape[1]
         index = (rows.teacher_index.clamp(min=0) + offset).flatten()
         head, teacher = self.draft.lm_head.weight, rows.teacher.flatten(0, 1)
         chunk = max(-(-index.numel() // 16), self.logits_rows)
         x = rearrange(x, "s b a h -> (s b a) h")
-        ce = torch.ones_like(scale)
+        ce, step_alpha = torch.ones_like(scale), None
         if self.loss == "lambda":
-            alpha = acceptance(x, head, teacher, index, chunk).view_as(scale)
-            mean = (alpha * supervised).sum((1, 2)) / supervised.sum((1, 2)).clamp(min=1)
+            mean = rows.mean_alpha
+            if mean is None:
+                alpha = acceptance(x, head, teacher, index, chunk).view_as(scale)
+                step_alpha = (alpha * supervised).sum((1, 2))
+                mean = step_alpha / supervised.sum((1, 2)).clamp(min=1)
             ce = ce * (self.lk_scale * torch.exp(-self.lk_decay * mean))[:, None, None]
         scale, ce, learn = scale.flatten(), ce.flatten(), torch.is_grad_enabled()
         per_row, hit, dx, dw = loss_and_gradients(x, head, teacher, index, scale, ce, self.loss, chunk, learn)
         loss = (scale * per_row).sum()
         if learn:
             loss = MadeInForward.apply(x, head, loss, dx, dw)
-        return loss, self.metrics(rows, per_row.view_as(supervised), hit.view_as(supervised) & supervised)
+        metrics = self.metrics(rows, per_row.view_as(supervised), hit.view_as(supervised) & supervised)
+        return loss, metrics._replace(step_alpha=step_alpha)
 
     def unroll(self, rows: RowBatch) -> Tensor:
         """The states a[t,s] of all anchors [S,B,A,H], before `norm` unless `norm_output`."""
@@ -952,9 +989,9 @@ class TTTLoss(nn.Module):
         at = rows.anchors.clamp(min=0)
         fixed = (token, w_state, k, v, mask, at, rows.position.gather(1, at))
         width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-        cache = TTTCache.allocate(self.steps, *at.shape, width, g.dtype, g.device).buffer
+        cache = TTTCache.allocate(len(rows.teacher_index), *at.shape, width, g.dtype, g.device).buffer
         a, states = take(g, at), []
-        for s in range(self.steps):
+        for s in range(len(rows.teacher_index)):
             if self.recompute == "step" and torch.is_grad_enabled():
                 a, cache = remade(self.step, s, a, cache, *fixed)
             else:

@@ -26,11 +26,13 @@ class KimiK3Eagle3Config(Eagle3MLAConfig):
 
     mla_use_nope: bool = True
     mla_use_output_gate: bool = True
-    activation_situ_beta: float = 4.0
+    activation_situ_beta: float | None = 4.0  # null in published configs means 1
     activation_situ_linear_beta: float | None = 25.0
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
+        if self.activation_situ_beta is None:
+            self.activation_situ_beta = 1.0
         if not self.mla_use_nope:
             raise ValueError(
                 "mla_use_nope is false; a Kimi K3 draft has no RoPE, train one that has with draft_deepseek.py"

@@ -64,7 +64,9 @@ class Settings:
     draft_vocab: str | None = option(None, "draft", "how many tokens it can say, 0 for all, or a file that maps them")
     fc_norm: bool = option(False, "draft", "norm each auxiliary state (EAGLE-3.1)")
     norm_output: bool = option(False, "draft", "carry normed states from step to step (EAGLE-3.1)")
-    loss: str = option("ce", "draft", "soft cross-entropy, or the LK losses", ("ce", "alpha", "lambda"))
+    loss: str = option(
+        "ce", "draft", "soft cross-entropy, or the LK losses (lambda: one forward more)", ("ce", "alpha", "lambda")
+    )
 
     row_tokens: int | None = option(None, "batch", "slots T of a packed row")
     anchors: int | None = option(None, "batch", "supervised slots A of a row; None: from the data")

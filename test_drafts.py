@@ -339,9 +339,9 @@ def make_rows(draft, batch, steps=7, **options):
     return build_rows(draft.draft_ids, **inputs, steps=steps, **options)
 
 
-def run_fast(draft, batch, steps=7, anchors=None, denominators=None, **loss):
+def run_fast(draft, batch, steps=7, anchors=None, denominators=None, mean_alpha=None, **loss):
     """The fast path's rows, hidden states, loss, metrics and gradients of every parameter."""
-    rows = make_rows(draft, batch, steps, anchors=anchors, denominators=denominators)
+    rows = make_rows(draft, batch, steps, anchors=anchors, denominators=denominators)._replace(mean_alpha=mean_alpha)
     draft.zero_grad(set_to_none=True)
     ttt = TTTLoss(draft, steps=steps, **loss)
     value, metrics = ttt(rows)
@@ -486,6 +486,35 @@ def test_given_denominators_make_micro_batches_add_up():
     close(parts[0].loss + parts[1].loss, whole.loss, 1e-6)
     total = {k: parts[0].gradients[k] + parts[1].gradients[k] for k in whole.gradients}
     close_gradients(total, whole.gradients, 2e-6)
+
+
+def test_given_mean_alpha_makes_the_lambda_loss_of_micro_batches_add_up():
+    """Its weight is of the whole optimizer step: however rows are grouped, the gradient is that of all together."""
+    draft, _ = make_draft("deepseek")
+    batch = make_batch([[15], [15]], share=1.0)
+    batch["loss_mask"][0, 5:] = 0
+    whole = run_fast(draft, batch, loss="lambda")
+    given = {"denominators": whole.metrics.step_supervised.clamp(min=1).float()}
+    halves = [with_tensors(lambda x, i=i: x[i : i + 1], batch) for i in range(2)]
+    with torch.no_grad():
+        sums = [TTTLoss(draft, loss="lambda")(make_rows(draft, half))[1].step_alpha for half in halves]
+    given["mean_alpha"] = sum(sums) / given["denominators"]
+    total, loss = {k: torch.zeros_like(x) for k, x in whole.gradients.items()}, 0.0
+    for half in halves:
+        part = run_fast(draft, half, loss="lambda", **given)
+        total, loss = {k: x + part.gradients[k] for k, x in total.items()}, loss + part.loss
+    close(loss, whole.loss, 1e-6)
+    close_gradients(total, whole.gradients, 2e-6)
+    apart = [run_fast(draft, half, loss="lambda", denominators=given["denominators"]) for half in halves]
+    assert abs(sum(x.loss for x in apart) - whole.loss) > 1e-3 * whole.loss  # what it is without
+
+
+def test_rows_of_another_number_of_steps_are_refused():
+    draft, _ = make_draft("deepseek")
+    rows = make_rows(draft, make_batch([[9]]), steps=3)
+    assert len(TTTLoss(draft)(rows)[1].step_loss) == 3
+    with pytest.raises(ValueError, match="built for 3 steps, this loss is for 7"):
+        TTTLoss(draft, steps=7)(rows)
 
 
 # ----------------------------------------------------------------------------------- supervision (PITFALLS 1, 7-11)

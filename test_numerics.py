@@ -37,12 +37,14 @@ from test_drafts import (
     at_anchors,
     build_draft,
     close,
+    close_gradients,
     config_of,
     left,
     make_batch,
     make_draft,
     make_rows,
     oracle,
+    oracle_masks,
     reachable,
     run_fast,
 )
@@ -293,6 +295,50 @@ def test_dense_forward_without_positions_or_cache_counts_from_zero():
     close(padded[:1, 4:], draft(tokens[:1, 4:], state[:1, 4:], torch.ones(1, 5), torch.arange(4, 9)[None]), 1e-6)
 
 
+@pytest.mark.parametrize("garbage", [100.0, math.nan])
+@pytest.mark.parametrize("seq_lens", [None, [[9, 11], [14, 6]]])
+@pytest.mark.parametrize("variant", ["deepseek-3.1", "kimi"])
+def test_unrolling_padded_rows_through_forward_trains_as_packed_rows_do(variant, seq_lens, garbage):
+    """As other EAGLE-3 trainers do: logits of every slot of every step, their own loss. Padding may hold anything."""
+    draft, _ = make_draft(variant)
+    layout = [[-3, 17], [14, -6]] if seq_lens is None else [[-9, 11], [14, -6]]
+    batch = make_batch(layout, share=0.7)
+    want, real = run_fast(draft, batch, steps=3), batch["document"] >= 0
+    features = batch["features"].masked_fill(~real[..., None], garbage)
+    given = features.clone()
+    extra = {} if seq_lens is None else {"seq_lens": torch.tensor(seq_lens)}
+    draft.zero_grad(set_to_none=True)
+    state, cache, losses = draft.project_hidden_states(features, real), [[], []], []
+    valid, supervised = oracle_masks(batch, DRAFT_IDS, 3)
+    for s in range(3):
+        state = draft(left(batch["tokens"], 1 + s), state, real, batch["position"], cache, **extra)
+        p = left(batch["target_logits"][..., DRAFT_IDS].softmax(-1), 1 + s)
+        cross_entropy = -(p * draft.compute_logits(state).log_softmax(-1)).sum(-1)
+        losses.append(0.8**s * cross_entropy[supervised[s]].sum() / supervised[s].sum())
+    loss = sum(losses) / sum(0.8**s for s in range(3))
+    loss.backward()
+    close(loss.detach(), want.loss)
+    close_gradients({k: p.grad for k, p in draft.named_parameters()}, want.gradients)
+    assert torch.equal(features.nan_to_num(-7.0), given.nan_to_num(-7.0))  # the caller's stay as they are
+
+
+def test_what_padding_holds_reaches_no_gradient_of_the_loss():
+    draft, _ = make_draft("deepseek-3.1")
+    batch = make_batch([[-5, 20, -4], [-29]], share=0.7)
+    padding = (batch["document"] < 0)[..., None]
+    clean = batch | {name: batch[name].masked_fill(padding, 0.0) for name in ("features", "last_hidden")}
+    rows = make_rows(draft, clean)
+    assert rows.features is clean["features"]  # what holds zeros already is not copied
+    want = run_fast(draft, clean)
+    for garbage in (math.nan, math.inf, 1e30):
+        dirty = batch | {name: batch[name].masked_fill(padding, garbage) for name in ("features", "last_hidden")}
+        given = dirty["features"].clone()
+        got = run_fast(draft, dirty)
+        assert torch.equal(got.loss, want.loss)
+        assert all(torch.equal(got.gradients[name], x) for name, x in want.gradients.items())
+        assert torch.equal(dirty["features"].nan_to_num(-7.0), given.nan_to_num(-7.0))
+
+
 def test_packing_arguments_are_checked():
     draft, _ = make_draft("deepseek")
     tokens, state, mask = torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 9, 24), torch.ones(2, 9)
@@ -411,6 +457,27 @@ def decoded(count, order):
     return table
 
 
+@pytest.mark.parametrize("layout", [[[100]], [[300, 90, -10]], [[400], [100, 300]], [[7] * 40] * 3, [[-140, 500, 60]]])
+def test_the_block_index_is_laid_out_as_new_tensors(layout):
+    """FlexAttention's backward reads q_indices as if they were, whatever their strides: dk and dv were wrong."""
+    document = make_batch(layout)["document"]
+    for capacity in (document.shape[1], 128, 5):
+        anchors = torch.arange(capacity).clamp(max=document.shape[1] - 1).expand(len(document), -1)
+        index = block_index(anchor_mask(anchors, document), document.shape[1])
+        for name, x in index._asdict().items():
+            assert x.dtype == torch.int32 and x.stride() == torch.empty(x.shape).stride(), name
+
+
+def test_a_block_index_of_another_layout_is_refused():
+    mask = anchor_mask(torch.arange(300)[None], torch.zeros(1, 300, dtype=torch.long))
+    index = block_index(mask, 300)
+    q, v = torch.randn(1, 2, 300, 24), torch.randn(1, 2, 300, 16)
+    for name in ("q", "full_kv"):
+        transposed = index._replace(**{name: getattr(index, name).mT.contiguous().mT})
+        with pytest.raises(ValueError, match=f"^{name} of the block index"):
+            attend(q, q, v, mask._replace(blocks=transposed), 0.1)
+
+
 def test_block_masks_of_long_rows_are_small():
     T = 131_072
     mask = anchor_mask(torch.arange(T)[None], torch.zeros(1, T, dtype=torch.long))
@@ -495,6 +562,14 @@ def test_kimi_refuses_rope_and_grouped_heads():
         KimiK3Eagle3DraftModel(config_of("kimi", mla_use_nope=False))
     with pytest.raises(ValueError, match="num_key_value_heads is 1"):
         KimiK3Eagle3DraftModel(config_of("kimi", num_key_value_heads=1))
+
+
+def test_a_beta_of_null_is_one():
+    """What published K3 code takes it for."""
+    x = torch.randn(2, 5, 24)
+    silent, one = (KimiK3Eagle3DraftModel(config_of("kimi", activation_situ_beta=beta)) for beta in (None, 1.0))
+    one.load_state_dict(silent.state_dict())
+    assert torch.equal(silent.model.layers[0].mlp(x), one.model.layers[0].mlp(x))
 
 
 def test_zeroed_gate_weights_halve_the_attention_output_exactly():

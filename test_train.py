@@ -73,6 +73,22 @@ def test_nothing_supervised_moves_nothing():
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
 
+def test_the_lambda_loss_does_not_depend_on_how_rows_are_grouped():
+    draft = toy_draft("deepseek", 1)
+    parameters = [p for p in draft.parameters() if p.requires_grad]
+    args = train.resolve(train.Settings(device="cpu", loss="lambda", clip=1e9))
+    text = torch.randint(32, (3, 20), generator=torch.Generator().manual_seed(0))
+    masks = torch.arange(20) < torch.tensor([[5], [12], [20]])
+    rows, found = toy_rows(draft, text, masks), []
+    for window in ([rows], [toy_rows(draft, text[i : i + 1], masks[i : i + 1]) for i in range(3)]):
+        optimizer = train.make_optimizer(args, parameters)
+        optimizer.step = lambda: found.append([p.grad.clone() for p in parameters])  # noqa: B023
+        line = train.optimizer_step(args, train.Ranks(), TTTLoss(draft, loss="lambda"), window, optimizer, parameters)
+        found[-1].append(torch.tensor(line["loss"]))
+    for one, many in zip(*found, strict=True):
+        assert (one - many).abs().max() <= 1e-5 * one.abs().max()
+
+
 # ---------------------------------------------------------------------------------------------------- export and import
 
 

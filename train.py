@@ -404,6 +404,10 @@ def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch],
     """
     supervised = ranks.sum(sum((rows.teacher_index >= 0).sum((1, 2)) for rows in window))
     denominators = supervised.clamp(min=1).float()
+    window = [rows._replace(denominators=denominators) for rows in window]
+    if args.loss == "lambda":  # its weight is of the whole step, not of a micro-batch: one pass without gradients
+        alpha = ranks.sum(sum(step_alpha(args, model, rows) for rows in window))
+        window = [rows._replace(mean_alpha=alpha / denominators) for rows in window]
     sums = torch.zeros(3, args.ttt_steps, dtype=torch.float64, device=denominators.device)  # hits, prefix hits, valid
     total = torch.zeros((), dtype=torch.float64, device=denominators.device)
     for m, rows in enumerate(window, start=1):
@@ -412,7 +416,7 @@ def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch],
         last = m == len(window) or ranks.world == 1
         with contextlib.nullcontext() if last else model.no_sync():
             with autocast(args):
-                loss, metrics = model(rows._replace(denominators=denominators))
+                loss, metrics = model(rows)
             (loss * ranks.world).backward()  # DistributedDataParallel takes the mean over ranks, the loss is a sum
         total += loss.detach()
         sums += torch.stack([metrics.step_hits, metrics.step_prefix_hits, metrics.step_valid])
@@ -430,6 +434,15 @@ def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch],
         "supervised": count,
         "grad_norm": float(norm),
     }
+
+
+@torch.no_grad()
+def step_alpha(args, model: nn.Module, rows: RowBatch) -> Tensor:
+    """Sum of alpha over the supervised slots of each step [S]."""
+    if rows.features.is_cuda:
+        torch.compiler.cudagraph_mark_step_begin()
+    with autocast(args):
+        return model(rows)[1].step_alpha.clone()  # of a graph's memory
 
 
 class Interruption:
