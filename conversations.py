@@ -43,10 +43,11 @@ from tokenizers import processors
 from tqdm import tqdm
 from transformers.dynamic_module_utils import init_hf_modules
 
-from data import Document, Documents
+from data import Document, Documents, Skipped, listed
 
-CACHE_VERSION = 1  # to be raised when the same lines give other documents
+CACHE_VERSION = 2  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
+LINE = 64 << 20  # bytes of the longest line of a compressed file
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
 BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a token
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
@@ -92,7 +93,8 @@ def read_conversations(
             line += made.lines
             bar.update(piece.end - piece.begin)
     if not report.used:
-        reasons = "; ".join(f"{n:,} x {reason}" for reason, n in report.skipped.most_common(8)) or "the files are empty"
+        worst = (f"{n:,} x {reason} ({report.skipped.named[reason][0]})" for reason, n in report.skipped.most_common(8))
+        reasons = "; ".join(worst) or "the files are empty"
         raise ValueError(f"none of {report.read:,} conversations in {', '.join(map(str, paths))} is usable: {reasons}")
     lengths = np.concatenate([np.asarray(part.lengths, np.int64) for part in parts])
     tokens, loss_mask = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
@@ -116,7 +118,8 @@ def answered(tokenizer, pairs: list[tuple[str, str]], source: str = "corpus") ->
 
 @dataclass
 class Report:
-    """What became of the conversations. `skipped` counts conversations by reason, `notes` what befell some turns."""
+    """What became of the conversations. `skipped` counts and names conversations by reason, `notes` what befell some
+    turns."""
 
     read: int = 0
     used: int = 0
@@ -124,7 +127,7 @@ class Report:
     cut: int = 0  # documents that ended behind the row
     tokens: int = 0
     supervised: int = 0
-    skipped: Counter = field(default_factory=Counter)
+    skipped: Skipped = field(default_factory=Skipped)
     notes: Counter = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
@@ -134,8 +137,7 @@ class Report:
             f"{self.used:,} of {self.read:,} conversations in {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{share:.0%} learned; {self.cut:,} cut to a row"
         )
-        skipped = [f"  skipped {n:,}: {reason}" for reason, n in self.skipped.most_common()]
-        return [first, *skipped, *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
+        return [first, *self.skipped.lines(), *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
 
 
 # ---------------------------------------------------------------------------------------------------------- the files
@@ -149,13 +151,20 @@ class Piece(NamedTuple):
     end: int
     is_list: bool
 
-    def read(self) -> bytes:
+    def blobs(self) -> Iterator[bytes]:
+        """Its bytes; those of a compressed file in whole lines of PIECE bytes or one more, as they are unpacked."""
         try:
-            if self.path.suffix == ".gz":
-                return gzip.decompress(self.path.read_bytes())
-            with self.path.open("rb") as file:
-                file.seek(self.begin)
-                return file.read(self.end - self.begin)
+            if self.path.suffix != ".gz":
+                with self.path.open("rb") as file:
+                    file.seek(self.begin)
+                    yield file.read(self.end - self.begin)
+                return
+            with gzip.open(self.path) as file:
+                while blob := file.read(PIECE):
+                    rest = file.readline(LINE)
+                    if len(rest) == LINE:
+                        raise ValueError(f"{self.path} holds a line of more than {LINE:,} bytes; is it a JSONL file?")
+                    yield blob + rest
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{self.path} cannot be read ({error}); copy it again, or leave it out") from None
 
@@ -199,7 +208,7 @@ class Made(NamedTuple):
     records: np.ndarray  # [D] int64, the line each came from, counted within the piece
     lines: int
     read: int
-    skipped: dict[str, int]
+    skipped: dict[str, tuple[int, list[int]]]  # by reason: how many lines, and the first of them
     notes: dict[str, int]
 
 
@@ -213,7 +222,8 @@ class Fitted(NamedTuple):
 def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: Report) -> Fitted:
     """Documents of a piece cut to a row; those that have nothing to learn there (`anchors_of` none) are left out."""
     report.read += made.read
-    report.skipped.update(made.skipped)
+    for reason, (n, lines) in made.skipped.items():
+        report.skipped.add(reason, (f"{path}:{first_line + line + 1}" for line in lines), n)
     report.notes.update(made.notes)
     kept, records = [], made.records.tolist()
     for end, length, record in zip(made.lengths.cumsum().tolist(), made.lengths.tolist(), records, strict=True):
@@ -223,7 +233,8 @@ def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: R
             report.cut += length > fits
     used = {record for _, _, record in kept}
     report.used += len(used)
-    report.skipped += Counter({TOO_LONG: len(set(records) - used)})
+    if too_long := sorted(set(records) - used):
+        report.skipped.add(TOO_LONG, (f"{path}:{first_line + line + 1}" for line in too_long), len(too_long))
     report.notes += Counter({f"documents left out: {TOO_LONG}": sum(r in used for r in records) - len(kept)})
     at = [slice(begin, begin + fits) for begin, fits, _ in kept]
     return Fitted(
@@ -245,7 +256,7 @@ def convert_all(pieces: list[Piece], tokenizer, reasoning: str, workers: int | N
         workers = cpus if cpus > 2 and sum(p.end - p.begin for p in pieces) >= POOL_FROM else 1
     if min(workers, len(pieces)) <= 1:
         converter = Converter(tokenizer, reasoning)
-        yield from (cached(converter, piece, cache, key) for piece in pieces)
+        yield from (convert_piece(converter, piece, cache, key) for piece in pieces)
         return
     state = pickle.dumps((tokenizer, reasoning, cache, key))
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -263,7 +274,23 @@ def start_worker(state: bytes) -> None:
 
 def work(piece: Piece) -> Made:
     converter, cache, key = worker_state
-    return cached(converter, piece, cache, key)
+    return convert_piece(converter, piece, cache, key)
+
+
+def convert_piece(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> Made:
+    parts, lines, skipped, notes = [], 0, Skipped(), Counter()
+    for blob in piece.blobs():
+        made = cached(converter, blob, piece.is_list, cache, key)
+        parts.append(made._replace(records=made.records + lines))
+        for reason, (n, some) in made.skipped.items():
+            skipped.add(reason, (lines + line for line in some), n)
+        notes.update(made.notes)
+        lines += made.lines
+    arrays = (
+        [np.concatenate(x) for x in list(zip(*parts, strict=True))[:4]] if parts else gather([], [], [], 0, notes)[:4]
+    )
+    named = {reason: (n, skipped.named[reason]) for reason, n in skipped.items()}
+    return Made(*arrays, lines, sum(made.read for made in parts), named, dict(notes))
 
 
 def fingerprint(tokenizer, reasoning: str) -> bytes:
@@ -274,11 +301,10 @@ def fingerprint(tokenizer, reasoning: str) -> bytes:
     return hashlib.sha256(json.dumps(settings, default=str).encode()).digest()
 
 
-def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> Made:
-    blob = piece.read()
+def cached(converter: "Converter", blob: bytes, is_list: bool, cache: Path | None, key: bytes | None) -> Made:
     if cache is None:
-        return converter.convert(blob, piece.is_list)
-    name = hashlib.sha256(key + bytes([piece.is_list]) + blob).hexdigest()
+        return converter.convert(blob, is_list)
+    name = hashlib.sha256(key + bytes([is_list]) + blob).hexdigest()
     path = Path(cache) / f"{name}.npz"
     try:
         with np.load(path, allow_pickle=False) as file:  # a zip: damage does not pass its checksums
@@ -288,7 +314,7 @@ def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes 
         pass
     except Exception:  # whatever a damaged file provokes: it is made again
         path.unlink(missing_ok=True)
-    made = converter.convert(blob, piece.is_list)
+    made = converter.convert(blob, is_list)
     counts = np.frombuffer(json.dumps(made[4:]).encode(), np.uint8)
     arrays = dict(zip(Made._fields[:4], made[:4], strict=True))
     with tempfile.NamedTemporaryFile(dir=cache, suffix=".tmp", delete=False) as half:
@@ -338,6 +364,8 @@ class Converter:
 
     def convert(self, blob: bytes, is_list: bool) -> Made:
         """Every record of whole lines, or of one JSON list."""
+        if not blob.strip():  # gigabytes of it take no time
+            return gather([], [], [], max(blob.count(b"\n"), 1), Counter())
         lines = load_list(blob) if is_list else blob.removesuffix(b"\n").split(b"\n")
         self.notes, lost, texts, made, read = Counter(), [], [], [], []
         for number, line in enumerate(lines):
@@ -363,20 +391,12 @@ class Converter:
 
     def tokenised(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         try:
-            ids, mask = np.array(record["input_ids"]), np.array(record["loss_mask"])
-        except (ValueError, OverflowError):
-            ids = mask = np.empty(0)
-        if ids.ndim != 1 or mask.ndim != 1 or ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
-            raise Skip("input_ids and loss_mask that are no lists of integers")
-        if len(ids) != len(mask):
-            raise Skip("input_ids and loss_mask of different length")
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise Skip("input_ids outside the tokenizer's vocabulary")
-        if not np.isin(mask, (0, 1)).all():
-            raise Skip("a loss_mask of other numbers than 0 and 1")
+            ids, mask = listed(record["input_ids"], record["loss_mask"], self.vocab_size)
+        except ValueError as error:
+            raise Skip(str(error)) from None
         if not mask[1:].any():
             raise Skip("nothing supervised")
-        return ids.astype(np.int32), mask.astype(bool)
+        return ids.astype(np.int32), mask
 
     def conversation(self, record) -> tuple[list[dict], list[dict] | None]:
         """Messages as templates read them, and the tools."""
@@ -571,7 +591,11 @@ def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], line
         if record in with_documents:
             notes[f"turns left out: {reason}"] += 1
         first.setdefault(record, reason)
-    skipped = Counter(first[record] for record in read if record not in with_documents)
+    skipped = {}
+    for record in read:
+        if record not in with_documents:
+            count, some = skipped.get(first[record], (0, []))
+            skipped[first[record]] = count + 1, [*some, record][: Skipped.few]
     return Made(
         np.concatenate([np.empty(0, np.int32), *tokens]),
         np.concatenate([np.empty(0, bool), *masks]),
@@ -579,6 +603,6 @@ def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], line
         np.array(records, np.int64),
         lines,
         len(read),
-        dict(skipped),
+        skipped,
         dict(+notes),
     )

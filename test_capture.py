@@ -160,7 +160,7 @@ def test_ends_equal_the_model_from_sharded_files(home, target, ends, states, raw
     for name in ("embed_tokens", "lm_head"):
         assert torch.equal(getattr(ends, name).weight, getattr(target, name).weight)
     for (_, last), raw in zip(states, raw_last, strict=True):
-        torch.testing.assert_close(ends.norm(raw), last, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(ends.norm(raw), last, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(ends.head(ends.norm(raw)), target.head(last), atol=1e-5, rtol=1e-5)
     for name in ("hidden_size", "vocab_size", "device", "dtype", "special_token_ids", "stop_token_ids"):
         assert getattr(ends, name) == getattr(target, name), name
@@ -303,7 +303,7 @@ def test_a_follower_takes_each_finished_file_once_and_deletes_it(tmp_path, ends,
             document.loss_mask, documents[i].loss_mask
         )
         torch.testing.assert_close(features, states[i][0], atol=0, rtol=0)
-        torch.testing.assert_close(last, states[i][1], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(last, states[i][1], atol=1e-5, rtol=1e-5)
         assert Path(document.source).exists()
         follower.done(document)
         assert not Path(document.source).exists() and not Path(f"{document.source}.lock").exists()

@@ -419,7 +419,7 @@ BAD = {
         ]
     ],
     "input_ids and loss_mask of different length": [{"input_ids": [1, 2], "loss_mask": [1]}],
-    "input_ids outside the tokenizer's vocabulary": [
+    "input_ids outside the vocabulary": [
         {"input_ids": [1, i], "loss_mask": [0, 1]} for i in (-1, 256 + len(SPECIAL), 2**40)
     ],
     "a loss_mask of other numbers than 0 and 1": [{"input_ids": [1, 2], "loss_mask": [0, 2]}],
@@ -520,7 +520,7 @@ def test_nothing_that_a_line_holds_raises(name):
     records = [planted(rng, rng.choice([chat, GOOD, {"input_ids": [1, 2], "loss_mask": [0, 1]}])) for _ in range(150)]
     for reasoning in ("train", "mask"):
         made = Converter(byte_tokenizer(TEMPLATES[name]), reasoning).convert(json.dumps(records).encode(), is_list=True)
-        assert made.read == 150 == len(set(made.records.tolist())) + sum(made.skipped.values())
+        assert made.read == 150 == len(set(made.records.tolist())) + sum(n for n, _ in made.skipped.values())
         assert all(mask[1:].any() for mask in np.split(made.loss_mask, made.lengths.cumsum()[:-1]) if len(mask))
 
 
@@ -624,3 +624,36 @@ def test_the_split_is_by_content_and_the_same_for_every_seed_and_order(tmp_path)
         split(few[:2], 0.5)
     with pytest.raises(ValueError, match="between 0 and 1"):
         split(few, np.nan)
+
+
+def test_what_is_skipped_is_named_by_file_and_line(tmp_path):
+    bad = [GOOD, "broken", *[{"input_ids": [1, 2], "loss_mask": [0, 2]}] * 5, GOOD]
+    mask = "a loss_mask of other numbers than 0 and 1"
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        path = write(tmp_path / "bad.jsonl", *bad)
+        documents, report = read_conversations([path], byte_tokenizer(FAILS), 64, cache=cache, progress=False)
+        assert len(documents) == 2 and report.skipped == {"invalid JSON": 1, mask: 5}
+        said = "\n".join(report.lines())
+        assert f"skipped 1: invalid JSON ({path}:2)" in said
+        assert f"skipped 5: {mask} ({path}:3, {path}:4, {path}:5, ...)" in said
+    with pytest.raises(ValueError, match=re.escape(f"1 x invalid JSON ({path}:1)")):
+        read_conversations([write(path, "broken")], byte_tokenizer(FAILS), 64, progress=False)
+
+
+def test_a_compressed_file_is_unpacked_in_pieces(tmp_path, monkeypatch):
+    plain, packed = many(tmp_path), tmp_path / "many.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes() + b"\n" * 100_000 + json.dumps(GOOD).encode()))
+    tokenizer, sizes = byte_tokenizer(TEMPLATES["V3.1"]), []
+    monkeypatch.setattr(conversations, "PIECE", 700)
+    convert = Converter.convert
+    monkeypatch.setattr(Converter, "convert", lambda self, blob, *x: sizes.append(len(blob)) or convert(self, blob, *x))
+    documents, report = read_conversations([packed], tokenizer, 99, progress=False)
+    assert len(sizes) > 100 and max(sizes) < 1400
+    wanted, before = read_conversations([plain], tokenizer, 99, progress=False)
+    assert len(documents) == len(wanted) + 1 and report.skipped == before.skipped
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(documents, wanted, strict=False))
+    assert documents[-1].source == f"{packed}:{len(plain.read_bytes().splitlines()) + 100_001}"
+    monkeypatch.setattr(conversations, "LINE", 1000)
+    packed.write_bytes(gzip.compress(b"x" * 2000))
+    with pytest.raises(ValueError, match="many.jsonl.gz holds a line of more than 1,000 bytes"):
+        read_conversations([packed], tokenizer, 99, progress=False)
