@@ -337,8 +337,9 @@ def check_states(features: Tensor, last: Tensor) -> None:
 
 
 def check_whole(values: dict, *keys: str) -> None:
-    """ValueError: what is counted there is no positive whole number."""
-    if bad := [f"{key} {values[key]!r}"[:60] for key in keys if type(values[key]) is not int or values[key] < 1]:
+    """ValueError: what is counted there is no positive whole number, or one that nothing has."""
+    good = (type(values[key]) is int and 0 < values[key] < 1 << 48 for key in keys)
+    if bad := [f"{key} {values[key]!r}"[:60] for key, fits in zip(keys, good, strict=True) if not fits]:
         raise ValueError(f"it says {', '.join(bad)}; positive whole numbers are wanted")
 
 

@@ -66,17 +66,13 @@ class Source(NamedTuple):
         """Says what of all ranks could not be used; ValueError where nothing else was read."""
         if self.unread is None:
             return
-        found, ours, name = Skipped(), self.unread, args.follow or args.data[0]
-        for reason, n, names, kept in ranks.gather(
-            [("", 0, [], ours.kept), *((r, n, ours.named[r], 0) for r, n in ours.items())]
-        ):
-            found.add(reason, names, n)
+        found = Skipped()
+        for counts, named, kept in ranks.gather([(dict(self.unread), self.unread.named, self.unread.kept)]):
             found.kept += kept
-        if not +found:
-            return
-        ranks.print(
-            "\n".join([f"left out of {name} while reading, of {found.total() + found.kept:,}:", *found.lines()])
-        )
+            for reason, n in counts.items():
+                found.add(reason, named[reason], n)
+        if +found:
+            ranks.print("\n".join([f"left out of {args.follow or args.data[0]} when it was read:", *found.lines()]))
         check_some_left(found)
 
     @property
@@ -339,10 +335,10 @@ class Rows:
         def read():
             for first in itertools.count(consumed + ranks.rank, self.args.accumulate * ranks.world):
                 numbers = range(first, first + self.args.accumulate * ranks.world, ranks.world)
-                yield [self.fill(self.batch(i)) for i in numbers]
-                unread = self.source.unread
+                window, unread = [self.fill(self.batch(i)) for i in numbers], self.source.unread
                 if unread is not None and unread.total() >= min(NOT_ONE, len(self.documents)):
                     check_some_left(unread)
+                yield window
 
         with closing(prefetched(read(), 1) if self.source.on_disk else read()) as windows:
             for window in windows:

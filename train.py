@@ -79,8 +79,8 @@ def main(argv=None) -> None:
         begin = load_checkpoint(run, draft, optimizer, args.device)
         write_settings(ranks, run, given)  # those that the run really goes on with
         train(args, ranks, run, loss, rows, optimizer, begin, check)
-        source.report_unread(args, ranks)
         result = check()
+        source.report_unread(args, ranks)
         if ranks.rank == 0:
             result |= decode_for_real(args, source, draft)
             if is_servable(draft):
