@@ -286,7 +286,8 @@ def served_model(url: str) -> str:
 def check_url(url: str) -> None:
     with suppress(ValueError):  # of a port or an address that cannot be
         parts = urllib.parse.urlsplit(url)
-        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+        written = url.isprintable() and " " not in url
+        if written and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return
     raise ValueError(f"--send is given {url!r}; the address of a running vLLM is wanted, as in http://localhost:8000")
 
