@@ -97,7 +97,9 @@ def write_document(out: Path, index, name: str, document: Document, states, dtyp
 
 @contextmanager
 def opened_alone(path: Path) -> Iterator[BinaryIO]:
-    """`path` to append to, unbuffered, which no other process has open so. ValueError: one has."""
+    """`path` to append to, unbuffered, which no other process has open so. ValueError: one has, or it is no file."""
+    if path.exists() and not path.is_file():  # a FIFO would wait for its reader
+        raise ValueError(f"{path} is no regular file; remove it")
     with open(path, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,11 +11,12 @@ import gzip
 import io
 import json
 import math
+import mmap
 import os
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -28,6 +29,7 @@ MAX_HEADER = 100_000_000  # bytes of a safetensors header, the format's own boun
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 DTYPES |= {"BOOL": torch.bool}
+LARGE = 4 << 20  # bytes that are worth pages of their own
 PACKED, LEAST = 64, 64 << 20  # numbers pack 4-fold, a file of 64 MiB may hold many zeros
 one_at_a_time = threading.Lock()  # a fake mode sets flags of the process
 
@@ -81,14 +83,25 @@ def open_regular(path: Path) -> BinaryIO:
 def read_bytes(file: BinaryIO, begin: int, count: int) -> Tensor:
     """[count] bytes of the file; ValueError where it has fewer."""
     if begin + count <= (size := os.fstat(file.fileno()).st_size):  # before memory is taken for them
-        out = torch.empty(count, dtype=torch.uint8)
-        into, done = memoryview(out.numpy()), 0
+        out, done = memory(count), 0
+        into = memoryview(out.numpy())
         while done < count and (n := os.preadv(file.fileno(), [into[done:]], begin + done)):
             done += n
         if done == count:
             return out
         size = begin + done
     raise ValueError(f"it ends at byte {size:,}, its tensors at {begin + count:,} or later; it was cut off")
+
+
+def memory(count: int) -> Tensor:
+    """[count] bytes. Much goes back to the system at once when nobody needs it: a heap into which documents of many
+    sizes come and go was seen to keep ten times what is in use."""
+    if count < LARGE:
+        return torch.empty(count, dtype=torch.uint8)
+    pages = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        pages.madvise(mmap.MADV_HUGEPAGE)  # new pages cost more than what is read into them
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------------------- safetensors

@@ -395,6 +395,10 @@ def test_a_capture_killed_before_its_first_document_begins_anew(tmp_path, target
     with pytest.raises(ValueError, match="holds no capture"):
         write_capture(tmp_path / "foreign", target, documents, torch.float32)
     assert contents(tmp_path / "foreign") == {"index.jsonl": b"mine"}
+    (tmp_path / "foreign/index.jsonl").unlink()
+    os.mkfifo(tmp_path / "foreign/index.jsonl")
+    with pytest.raises(ValueError, match="index.jsonl is no regular file"):
+        write_capture(tmp_path / "foreign", target, documents, torch.float32)
 
 
 @pytest.mark.parametrize("limit", [100, 300, 1500, 4000, 7000])
