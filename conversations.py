@@ -47,7 +47,6 @@ from data import Document, Documents, Skipped, listed
 
 CACHE_VERSION = 2  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
-LINE = 64 << 20  # bytes of the longest line of a compressed file
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
 BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a token
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
@@ -151,20 +150,13 @@ class Piece(NamedTuple):
     end: int
     is_list: bool
 
-    def blobs(self) -> Iterator[bytes]:
-        """Its bytes; those of a compressed file in whole lines of PIECE bytes or one more, as they are unpacked."""
+    def read(self) -> bytes:
         try:
-            if self.path.suffix != ".gz":
-                with self.path.open("rb") as file:
-                    file.seek(self.begin)
-                    yield file.read(self.end - self.begin)
-                return
-            with gzip.open(self.path) as file:
-                while blob := file.read(PIECE):
-                    rest = file.readline(LINE)
-                    if len(rest) == LINE:
-                        raise ValueError(f"{self.path} holds a line of more than {LINE:,} bytes; is it a JSONL file?")
-                    yield blob + rest
+            if self.path.suffix == ".gz":
+                return gzip.decompress(self.path.read_bytes())
+            with self.path.open("rb") as file:
+                file.seek(self.begin)
+                return file.read(self.end - self.begin)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{self.path} cannot be read ({error}); copy it again, or leave it out") from None
 
@@ -256,7 +248,7 @@ def convert_all(pieces: list[Piece], tokenizer, reasoning: str, workers: int | N
         workers = cpus if cpus > 2 and sum(p.end - p.begin for p in pieces) >= POOL_FROM else 1
     if min(workers, len(pieces)) <= 1:
         converter = Converter(tokenizer, reasoning)
-        yield from (convert_piece(converter, piece, cache, key) for piece in pieces)
+        yield from (cached(converter, piece, cache, key) for piece in pieces)
         return
     state = pickle.dumps((tokenizer, reasoning, cache, key))
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
@@ -274,23 +266,7 @@ def start_worker(state: bytes) -> None:
 
 def work(piece: Piece) -> Made:
     converter, cache, key = worker_state
-    return convert_piece(converter, piece, cache, key)
-
-
-def convert_piece(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> Made:
-    parts, lines, skipped, notes = [], 0, Skipped(), Counter()
-    for blob in piece.blobs():
-        made = cached(converter, blob, piece.is_list, cache, key)
-        parts.append(made._replace(records=made.records + lines))
-        for reason, (n, some) in made.skipped.items():
-            skipped.add(reason, (lines + line for line in some), n)
-        notes.update(made.notes)
-        lines += made.lines
-    arrays = (
-        [np.concatenate(x) for x in list(zip(*parts, strict=True))[:4]] if parts else gather([], [], [], 0, notes)[:4]
-    )
-    named = {reason: (n, skipped.named[reason]) for reason, n in skipped.items()}
-    return Made(*arrays, lines, sum(made.read for made in parts), named, dict(notes))
+    return cached(converter, piece, cache, key)
 
 
 def fingerprint(tokenizer, reasoning: str) -> bytes:
@@ -301,10 +277,11 @@ def fingerprint(tokenizer, reasoning: str) -> bytes:
     return hashlib.sha256(json.dumps(settings, default=str).encode()).digest()
 
 
-def cached(converter: "Converter", blob: bytes, is_list: bool, cache: Path | None, key: bytes | None) -> Made:
+def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> Made:
+    blob = piece.read()
     if cache is None:
-        return converter.convert(blob, is_list)
-    name = hashlib.sha256(key + bytes([is_list]) + blob).hexdigest()
+        return converter.convert(blob, piece.is_list)
+    name = hashlib.sha256(key + bytes([piece.is_list]) + blob).hexdigest()
     path = Path(cache) / f"{name}.npz"
     try:
         with np.load(path, allow_pickle=False) as file:  # a zip: damage does not pass its checksums
@@ -314,7 +291,7 @@ def cached(converter: "Converter", blob: bytes, is_list: bool, cache: Path | Non
         pass
     except Exception:  # whatever a damaged file provokes: it is made again
         path.unlink(missing_ok=True)
-    made = converter.convert(blob, is_list)
+    made = converter.convert(blob, piece.is_list)
     counts = np.frombuffer(json.dumps(made[4:]).encode(), np.uint8)
     arrays = dict(zip(Made._fields[:4], made[:4], strict=True))
     with tempfile.NamedTemporaryFile(dir=cache, suffix=".tmp", delete=False) as half:
@@ -364,8 +341,6 @@ class Converter:
 
     def convert(self, blob: bytes, is_list: bool) -> Made:
         """Every record of whole lines, or of one JSON list."""
-        if not blob.strip():  # gigabytes of it take no time
-            return gather([], [], [], max(blob.count(b"\n"), 1), Counter())
         lines = load_list(blob) if is_list else blob.removesuffix(b"\n").split(b"\n")
         self.notes, lost, texts, made, read = Counter(), [], [], [], []
         for number, line in enumerate(lines):

@@ -638,22 +638,3 @@ def test_what_is_skipped_is_named_by_file_and_line(tmp_path):
         assert f"skipped 5: {mask} ({path}:3, {path}:4, {path}:5, ...)" in said
     with pytest.raises(ValueError, match=re.escape(f"1 x invalid JSON ({path}:1)")):
         read_conversations([write(path, "broken")], byte_tokenizer(FAILS), 64, progress=False)
-
-
-def test_a_compressed_file_is_unpacked_in_pieces(tmp_path, monkeypatch):
-    plain, packed = many(tmp_path), tmp_path / "many.jsonl.gz"
-    packed.write_bytes(gzip.compress(plain.read_bytes() + b"\n" * 100_000 + json.dumps(GOOD).encode()))
-    tokenizer, sizes = byte_tokenizer(TEMPLATES["V3.1"]), []
-    monkeypatch.setattr(conversations, "PIECE", 700)
-    convert = Converter.convert
-    monkeypatch.setattr(Converter, "convert", lambda self, blob, *x: sizes.append(len(blob)) or convert(self, blob, *x))
-    documents, report = read_conversations([packed], tokenizer, 99, progress=False)
-    assert len(sizes) > 100 and max(sizes) < 1400
-    wanted, before = read_conversations([plain], tokenizer, 99, progress=False)
-    assert len(documents) == len(wanted) + 1 and report.skipped == before.skipped
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(documents, wanted, strict=False))
-    assert documents[-1].source == f"{packed}:{len(plain.read_bytes().splitlines()) + 100_001}"
-    monkeypatch.setattr(conversations, "LINE", 1000)
-    packed.write_bytes(gzip.compress(b"x" * 2000))
-    with pytest.raises(ValueError, match="many.jsonl.gz holds a line of more than 1,000 bytes"):
-        read_conversations([packed], tokenizer, 99, progress=False)
