@@ -43,9 +43,9 @@ from tokenizers import processors
 from tqdm import tqdm
 from transformers.dynamic_module_utils import init_hf_modules
 
-from data import Document, Documents
+from data import Document, Documents, Skipped, listed
 
-CACHE_VERSION = 1  # to be raised when the same lines give other documents
+CACHE_VERSION = 2  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
 BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a token
@@ -92,7 +92,8 @@ def read_conversations(
             line += made.lines
             bar.update(piece.end - piece.begin)
     if not report.used:
-        reasons = "; ".join(f"{n:,} x {reason}" for reason, n in report.skipped.most_common(8)) or "the files are empty"
+        worst = (f"{n:,} x {reason} ({report.skipped.named[reason][0]})" for reason, n in report.skipped.most_common(8))
+        reasons = "; ".join(worst) or "the files are empty"
         raise ValueError(f"none of {report.read:,} conversations in {', '.join(map(str, paths))} is usable: {reasons}")
     lengths = np.concatenate([np.asarray(part.lengths, np.int64) for part in parts])
     tokens, loss_mask = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
@@ -116,7 +117,8 @@ def answered(tokenizer, pairs: list[tuple[str, str]], source: str = "corpus") ->
 
 @dataclass
 class Report:
-    """What became of the conversations. `skipped` counts conversations by reason, `notes` what befell some turns."""
+    """What became of the conversations. `skipped` counts and names conversations by reason, `notes` what befell some
+    turns."""
 
     read: int = 0
     used: int = 0
@@ -124,7 +126,7 @@ class Report:
     cut: int = 0  # documents that ended behind the row
     tokens: int = 0
     supervised: int = 0
-    skipped: Counter = field(default_factory=Counter)
+    skipped: Skipped = field(default_factory=Skipped)
     notes: Counter = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
@@ -134,8 +136,7 @@ class Report:
             f"{self.used:,} of {self.read:,} conversations in {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{share:.0%} learned; {self.cut:,} cut to a row"
         )
-        skipped = [f"  skipped {n:,}: {reason}" for reason, n in self.skipped.most_common()]
-        return [first, *skipped, *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
+        return [first, *self.skipped.lines(), *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
 
 
 # ---------------------------------------------------------------------------------------------------------- the files
@@ -199,7 +200,7 @@ class Made(NamedTuple):
     records: np.ndarray  # [D] int64, the line each came from, counted within the piece
     lines: int
     read: int
-    skipped: dict[str, int]
+    skipped: dict[str, tuple[int, list[int]]]  # by reason: how many lines, and the first of them
     notes: dict[str, int]
 
 
@@ -213,7 +214,8 @@ class Fitted(NamedTuple):
 def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: Report) -> Fitted:
     """Documents of a piece cut to a row; those that have nothing to learn there (`anchors_of` none) are left out."""
     report.read += made.read
-    report.skipped.update(made.skipped)
+    for reason, (n, lines) in made.skipped.items():
+        report.skipped.add(reason, (f"{path}:{first_line + line + 1}" for line in lines), n)
     report.notes.update(made.notes)
     kept, records = [], made.records.tolist()
     for end, length, record in zip(made.lengths.cumsum().tolist(), made.lengths.tolist(), records, strict=True):
@@ -223,7 +225,8 @@ def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: R
             report.cut += length > fits
     used = {record for _, _, record in kept}
     report.used += len(used)
-    report.skipped += Counter({TOO_LONG: len(set(records) - used)})
+    if too_long := sorted(set(records) - used):
+        report.skipped.add(TOO_LONG, (f"{path}:{first_line + line + 1}" for line in too_long), len(too_long))
     report.notes += Counter({f"documents left out: {TOO_LONG}": sum(r in used for r in records) - len(kept)})
     at = [slice(begin, begin + fits) for begin, fits, _ in kept]
     return Fitted(
@@ -363,20 +366,12 @@ class Converter:
 
     def tokenised(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         try:
-            ids, mask = np.array(record["input_ids"]), np.array(record["loss_mask"])
-        except (ValueError, OverflowError):
-            ids = mask = np.empty(0)
-        if ids.ndim != 1 or mask.ndim != 1 or ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
-            raise Skip("input_ids and loss_mask that are no lists of integers")
-        if len(ids) != len(mask):
-            raise Skip("input_ids and loss_mask of different length")
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise Skip("input_ids outside the tokenizer's vocabulary")
-        if not np.isin(mask, (0, 1)).all():
-            raise Skip("a loss_mask of other numbers than 0 and 1")
+            ids, mask = listed(record["input_ids"], record["loss_mask"], self.vocab_size)
+        except ValueError as error:
+            raise Skip(str(error)) from None
         if not mask[1:].any():
             raise Skip("nothing supervised")
-        return ids.astype(np.int32), mask.astype(bool)
+        return ids.astype(np.int32), mask
 
     def conversation(self, record) -> tuple[list[dict], list[dict] | None]:
         """Messages as templates read them, and the tools."""
@@ -571,7 +566,11 @@ def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], line
         if record in with_documents:
             notes[f"turns left out: {reason}"] += 1
         first.setdefault(record, reason)
-    skipped = Counter(first[record] for record in read if record not in with_documents)
+    skipped = {}
+    for record in read:
+        if record not in with_documents:
+            count, some = skipped.get(first[record], (0, []))
+            skipped[first[record]] = count + 1, [*some, record][: Skipped.few]
     return Made(
         np.concatenate([np.empty(0, np.int32), *tokens]),
         np.concatenate([np.empty(0, bool), *masks]),
@@ -579,6 +578,6 @@ def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], line
         np.array(records, np.int64),
         lines,
         len(read),
-        dict(skipped),
+        skipped,
         dict(+notes),
     )

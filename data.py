@@ -10,7 +10,8 @@ import json
 import random
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,46 @@ class Document(NamedTuple):
     tokens: Tensor  # [L] long
     loss_mask: Tensor  # [L] bool
     source: str  # where it came from, for messages
+
+
+class Skipped(Counter):
+    """What was left out: how many by reason, the first few of each by name; and how many were `kept`."""
+
+    few = 3
+
+    def __init__(self):
+        super().__init__()
+        self.named, self.kept = {}, 0
+
+    def add(self, reason: str, names: Iterable[str] = (), n: int = 1) -> None:
+        self[reason] += n
+        known = self.named.setdefault(reason, [])
+        known += list(names)[: self.few - len(known)]
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        for reason, n in (+self).most_common():
+            names = ", ".join(self.named.get(reason, ()))
+            more = ", ..." if n > len(self.named.get(reason, ())) else ""
+            yield f"  skipped {n:,}: {reason}" + (f" ({names}{more})" if names else "")
+
+
+def listed(ids, loss_mask, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [S] int64 and loss mask [S] bool out of what a file says they are; ValueError with the reason if it
+    says anything else. vocab_size None: ids may be any."""
+    try:
+        ids, mask = np.array(ids), np.array(loss_mask)
+    except (ValueError, OverflowError):
+        ids = mask = np.empty(0)
+    if ids.ndim != 1 or mask.ndim != 1 or ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
+        raise ValueError("input_ids and loss_mask that are no lists of integers")
+    if len(ids) != len(mask):
+        raise ValueError("input_ids and loss_mask of different length")
+    if ids.min() < 0 or ids.max() >= (1 << 31 if vocab_size is None else vocab_size):
+        raise ValueError("input_ids outside the vocabulary")
+    if mask.min() < 0 or mask.max() > 1:
+        raise ValueError("a loss_mask of other numbers than 0 and 1")
+    return ids.astype(np.int64), mask.astype(bool)
 
 
 class Documents(Sequence):

@@ -24,6 +24,7 @@ from conversations import answered, read_conversations
 from data import (
     Document,
     Documents,
+    Skipped,
     anchors_of,
     choose_capacity,
     cut_to,
@@ -37,6 +38,7 @@ from draft_deepseek import RowBatch, build_rows
 from ends import TargetEnds, load_ends
 from target import Target, check_aux_layers, load_target, tiny_target
 
+NOT_ONE = 100  # documents that cannot be used, before a run is given up that has read no other
 POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
 TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
 
@@ -58,6 +60,20 @@ class Source(NamedTuple):
     on_disk: bool = False
     is_tiny: bool = False  # the built-in target
     follower: Follower | None = None
+    unread: Skipped | None = None  # what could not be used when it was read
+
+    def report_unread(self, args, ranks) -> None:
+        """Says what of all ranks could not be used; ValueError where nothing else was read."""
+        if self.unread is None:
+            return
+        found = Skipped()
+        for counts, named, kept in ranks.gather([(dict(self.unread), self.unread.named, self.unread.kept)]):
+            found.kept += kept
+            for reason, n in counts.items():
+                found.add(reason, named[reason], n)
+        if +found:
+            ranks.print("\n".join([f"left out of {args.follow or args.data[0]} when it was read:", *found.lines()]))
+        check_some_left(found)
 
     @property
     def config(self) -> dict | None:
@@ -70,6 +86,14 @@ class Source(NamedTuple):
     @property
     def special_token_ids(self) -> list[int]:
         return [] if self.target is None else self.target.special_token_ids
+
+
+def check_some_left(unread: Skipped) -> None:
+    if +unread and not unread.kept:
+        said = "; ".join(line.strip() for line in unread.lines())
+        raise ValueError(
+            f"nothing usable is left of the {unread.total():,} documents read ({said}); capture them again"
+        )
 
 
 def open_source(args, ranks) -> Source:
@@ -170,9 +194,11 @@ def captured_source(args, path: Path, ranks) -> Source:
     fitting = [d for d in (cut_to(d, args.row_tokens) for d in captured.documents) if anchors_of(d.loss_mask, 1)]
     if not fitting:
         raise ValueError(f"no document in {path} has a learned token within --row-tokens {args.row_tokens}; raise it")
-    skipped = captured.skipped | {"nothing to learn in the row": len(captured.documents) - len(fitting)}
-    reasons = ", ".join(f"{n:,} {reason}" for reason, n in skipped.items() if n) or "none"
-    ranks.print(f"data: {path} ({captured.kind}), layers {list(captured.aux_layers)} by output; left out: {reasons}")
+    kept = {d.source for d in fitting}
+    empty = [d.source for d in captured.documents if d.source not in kept]
+    captured.skipped.add("nothing to learn in the row", empty, len(empty))
+    said = f"data: {path} ({captured.kind}), layers {list(captured.aux_layers)} by output"
+    ranks.print("\n".join([said, *captured.skipped.lines()]))
     return Source(
         *split_documents(args, Documents.gather(fitting), ranks),
         captured.states,
@@ -185,6 +211,7 @@ def captured_source(args, path: Path, ranks) -> Source:
         ends,
         captured.draft_ids,
         on_disk=True,
+        unread=captured.unread,
     )
 
 
@@ -215,6 +242,7 @@ def followed_source(args, ranks) -> Source:
         ends,
         on_disk=True,
         follower=follower,
+        unread=follower.skipped,
     )
 
 
@@ -307,7 +335,10 @@ class Rows:
         def read():
             for first in itertools.count(consumed + ranks.rank, self.args.accumulate * ranks.world):
                 numbers = range(first, first + self.args.accumulate * ranks.world, ranks.world)
-                yield [self.fill(self.batch(i)) for i in numbers]
+                window, unread = [self.fill(self.batch(i)) for i in numbers], self.source.unread
+                if unread is not None and unread.total() >= min(NOT_ONE, len(self.documents)):
+                    check_some_left(unread)
+                yield window
 
         with closing(prefetched(read(), 1) if self.source.on_disk else read()) as windows:
             for window in windows:

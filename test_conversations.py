@@ -419,7 +419,7 @@ BAD = {
         ]
     ],
     "input_ids and loss_mask of different length": [{"input_ids": [1, 2], "loss_mask": [1]}],
-    "input_ids outside the tokenizer's vocabulary": [
+    "input_ids outside the vocabulary": [
         {"input_ids": [1, i], "loss_mask": [0, 1]} for i in (-1, 256 + len(SPECIAL), 2**40)
     ],
     "a loss_mask of other numbers than 0 and 1": [{"input_ids": [1, 2], "loss_mask": [0, 2]}],
@@ -520,7 +520,7 @@ def test_nothing_that_a_line_holds_raises(name):
     records = [planted(rng, rng.choice([chat, GOOD, {"input_ids": [1, 2], "loss_mask": [0, 1]}])) for _ in range(150)]
     for reasoning in ("train", "mask"):
         made = Converter(byte_tokenizer(TEMPLATES[name]), reasoning).convert(json.dumps(records).encode(), is_list=True)
-        assert made.read == 150 == len(set(made.records.tolist())) + sum(made.skipped.values())
+        assert made.read == 150 == len(set(made.records.tolist())) + sum(n for n, _ in made.skipped.values())
         assert all(mask[1:].any() for mask in np.split(made.loss_mask, made.lengths.cumsum()[:-1]) if len(mask))
 
 
@@ -624,3 +624,17 @@ def test_the_split_is_by_content_and_the_same_for_every_seed_and_order(tmp_path)
         split(few[:2], 0.5)
     with pytest.raises(ValueError, match="between 0 and 1"):
         split(few, np.nan)
+
+
+def test_what_is_skipped_is_named_by_file_and_line(tmp_path):
+    bad = [GOOD, "broken", *[{"input_ids": [1, 2], "loss_mask": [0, 2]}] * 5, GOOD]
+    mask = "a loss_mask of other numbers than 0 and 1"
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        path = write(tmp_path / "bad.jsonl", *bad)
+        documents, report = read_conversations([path], byte_tokenizer(FAILS), 64, cache=cache, progress=False)
+        assert len(documents) == 2 and report.skipped == {"invalid JSON": 1, mask: 5}
+        said = "\n".join(report.lines())
+        assert f"skipped 1: invalid JSON ({path}:2)" in said
+        assert f"skipped 5: {mask} ({path}:3, {path}:4, {path}:5, ...)" in said
+    with pytest.raises(ValueError, match=re.escape(f"1 x invalid JSON ({path}:1)")):
+        read_conversations([write(path, "broken")], byte_tokenizer(FAILS), 64, progress=False)

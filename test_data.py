@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import sources
 import train
 from data import python_documents
 from draft_deepseek import TTTLoss
@@ -238,6 +239,30 @@ def test_data_that_begins_with_what_is_learned_has_no_prompt_to_decode_but_train
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(runs, "no-prompt", "--data", tmp_path / "ids.jsonl", "--steps", 2)
     assert (runs / "no-prompt" / "draft").exists()
+
+
+def with_nan(path):
+    """A captured file, its states no numbers."""
+    held = load_file(path)
+    save_file(held | {"hidden_states": held["hidden_states"].fill_(float("nan"))}, path)
+
+
+def test_states_that_are_no_numbers_are_named_and_never_trained_on(runs, captured, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(captured, tmp_path / "states")
+    flags = ["--data", folder, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--skip-damaged"]
+    paths = sorted((folder / "hidden_states").iterdir())
+    for path in paths[::3]:
+        with_nan(path)
+    run(runs, "some-nan", *flags, "--steps", 9)
+    said = capsys.readouterr().out.partition("left out of")[2]
+    assert "damaged (" in said and "its states hold NaN or Inf" in said and f"{folder}/hidden_states/hs_" in said
+    for path in paths:
+        with_nan(path)
+    monkeypatch.setattr(sources, "NOT_ONE", 4)
+    for steps in (1, 100):  # fewer documents than a run gives up after, and more
+        with pytest.raises(ValueError, match="nothing usable is left of .*its states hold NaN or Inf"):
+            run(runs, f"all-nan-{steps}", *flags, "--steps", steps)
+        assert not (runs / f"all-nan-{steps}" / "draft").exists()
 
 
 class FakeVLLM(BaseHTTPRequestHandler):

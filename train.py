@@ -79,9 +79,8 @@ def main(argv=None) -> None:
         begin = load_checkpoint(run, draft, optimizer, args.device)
         write_settings(ranks, run, given)  # those that the run really goes on with
         train(args, ranks, run, loss, rows, optimizer, begin, check)
-        if source.follower is not None and +source.follower.skipped:
-            print(f"left out of {args.follow}: {dict(+source.follower.skipped)}")
         result = check()
+        source.report_unread(args, ranks)
         if ranks.rank == 0:
             result |= decode_for_real(args, source, draft)
             if is_servable(draft):
