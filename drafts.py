@@ -93,7 +93,8 @@ def make_draft(args, source: Source, default_vocab: int, checkpoint: Path | None
 def new_draft(config: dict) -> nn.Module:
     """An untrained draft, of the kind and shape that a config.json says. ValueError: a value that cannot be."""
     check_config(config)
-    return (KimiK3Eagle3DraftModel if has_no_rope(config) else DeepseekV3Eagle3DraftModel)(config)
+    nope = has_no_rope(config)
+    return (KimiK3Eagle3DraftModel if nope else DeepseekV3Eagle3DraftModel)(config | {"mla_use_nope": nope})
 
 
 def has_no_rope(config: dict) -> bool:

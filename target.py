@@ -235,17 +235,18 @@ def check_directory(path: Path) -> None:
         raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
     for name in ("config.json", "generation_config.json"):
         if (path / name).is_file():
-            outer = read_json(path / name, ())
+            config = read_json(path / name, ())
             with naming(path / name, "copy the target's own"):
-                text = outer.get("text_config")
-                if text is not None and not isinstance(text, dict):
-                    raise ValueError(f"text_config is {text!r}; a table is wanted")
-                check_target_config(outer | {key: x for key, x in (text or {}).items() if x is not None})
+                check_target_config(config)
     weight_map(path)
 
 
 def check_target_config(config: dict) -> None:
-    """ValueError: a size or token that cannot be."""
+    """ValueError: a size or token that cannot be, at the outer level or of the text model."""
+    text = config.get("text_config")
+    if not isinstance(text, dict | None):
+        raise ValueError(f"text_config is {text!r}; a table is wanted")
+    config = config | {key: x for key, x in (text or {}).items() if x is not None}
     check_counts(config, ("hidden_size", "vocab_size"))
     check_counts(config, ("num_hidden_layers",), most=10_000)
     stops = config.get("eos_token_id")

@@ -221,7 +221,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_checkpoint(ru
         train.save_checkpoint = save_
 
     said = finish(start(command(runs, name, *WHOLE), output, full_at_6), output, 1)
-    assert "the checkpoint of step 6 cannot be written" in said.splitlines()[-1]
+    assert "step-00000006 cannot be written" in said.splitlines()[-1]
     assert [path.name for path in (runs / name / "checkpoints").iterdir()] == ["step-00000003"]
     finish(start(command(runs, name, "--resume"), output), output, 0)
     assert_same_run(runs, whole, name, 7)
