@@ -386,7 +386,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} holds no .safetensors file; give a draft's directory or its weight file")
     state = {}
     for file in files:
-        with naming(file, "copy it again"):
+        with naming(file, "copy it again, or remove a checkpoint to go on from the one before"):
             found = load_file(file)
             check_finite(found.items())
             state |= found

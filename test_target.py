@@ -287,7 +287,9 @@ def test_an_index_that_is_wrong_is_blamed_and_not_the_file(tmp_path):
     others = sorted({*held["weight_map"].values()} - {held["weight_map"]["model.norm.weight"]})
     held["weight_map"]["model.norm.weight"] = others[0]
     index.write_text(json.dumps(held))
-    with pytest.raises(ValueError, match=f"index.json says that {others[0]} holds model.norm.weight, which it does not"):
+    with pytest.raises(
+        ValueError, match=f"index.json says that {others[0]} holds model.norm.weight, which it does not"
+    ):
         load_ends(path)
 
 
