@@ -18,7 +18,7 @@ from draft_deepseek import (
     rope_frequencies,
 )
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from files import check_finite, naming, read_json, remove, replace_with, to_json, weight_map
+from files import check_finite, naming, read_json, reason_of, remove, replace_with, to_json, weight_map
 from sources import Source
 from target import check_counts, check_target_config, default_aux_layers
 
@@ -77,11 +77,12 @@ def make_draft(args, source: Source, default_vocab: int, checkpoint: Path | None
     config = draft_config(args, source, read_config_beside(start) if start else None)
     embedding = source.embed_tokens
     ids = choose_vocabulary(args, source, checkpoint or start, default_vocab)
-    draft = new_draft(config | {"draft_vocab_size": len(ids)})
+    state = None if start is None else read_state(start)
+    draft = new_draft(config | {"draft_vocab_size": len(ids)}, state)
     draft.set_vocab_mapping(ids)
     if start is not None:
         check_rope(draft, source)
-        load_into(draft, start, embedding.weight.float().cpu())
+        load_into(draft, start, state, embedding.weight.float().cpu())
     elif source.lm_head is not None:
         with torch.no_grad():
             draft.lm_head.weight.copy_(source.lm_head.weight[ids.to(source.lm_head.weight.device)])
@@ -90,11 +91,26 @@ def make_draft(args, source: Source, default_vocab: int, checkpoint: Path | None
     return draft.to(args.device)
 
 
-def new_draft(config: dict) -> nn.Module:
-    """An untrained draft, of the kind and shape that a config.json says. ValueError: a value that cannot be."""
+def new_draft(config: dict, weights: dict[str, Tensor] | None = None) -> nn.Module:
+    """An untrained draft, of the kind and shape that a config.json says. ValueError: a value that cannot be, or sizes
+    far from those of the weights that it is for."""
     check_config(config)
     nope = has_no_rope(config)
-    return (KimiK3Eagle3DraftModel if nope else DeepseekV3Eagle3DraftModel)(config | {"mla_use_nope": nope})
+    kind, config = KimiK3Eagle3DraftModel if nope else DeepseekV3Eagle3DraftModel, config | {"mla_use_nope": nope}
+    try:
+        if weights is not None:  # before memory is taken
+            with torch.device("meta"):
+                shell = kind(config)
+            wanted = count(shell.state_dict()) - shell.model.embed_tokens.weight.numel()  # which may be the target's
+            if wanted > 2 * count(weights):
+                raise ValueError(f"its config.json says {wanted:,} weights, {count(weights):,} are there")
+        return kind(config)
+    except RuntimeError as error:  # no memory for it
+        raise ValueError(f"a draft of this config.json cannot be made ({reason_of(error)})") from error
+
+
+def count(state: dict[str, Tensor]) -> int:
+    return sum(x.numel() for x in state.values())
 
 
 def has_no_rope(config: dict) -> bool:
@@ -153,38 +169,44 @@ def check_start(start: dict, nope: bool, source: Source, target: dict) -> None:
         )
 
 
-# What config.json says in numbers, besides the sizes.
-FLOATS = ("rms_norm_eps", "rope_theta", "initializer_range", "activation_situ_beta", "activation_situ_linear_beta")
-SWITCHES = ("fc_norm", "norm_output", "mla_use_nope", "mla_use_output_gate", "tie_word_embeddings")
-ROPE_FLOATS = ("rope_theta", "factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "q_lora_rank", "kv_lora_rank")
 SIZES += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings", "target_hidden_size")
 SIZES += ("draft_vocab_size", "num_aux_hidden_states")
+NUMBERS = ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta")
+ROPE_NUMBERS = ("rope_theta", "factor", "beta_fast", "beta_slow")
+SWITCHES = ("fc_norm", "norm_output", "mla_use_nope", "mla_use_output_gate", "tie_word_embeddings")
 
 
 def check_config(config: dict) -> None:
     """ValueError: a value of a draft's config that is of another type, or no size, that nothing could be built from."""
     check_target_config(config)  # of the same keys
     check_counts(config, SIZES)
-    forms = [(config.get(key), key) for key in ("rope_parameters", "rope_scaling")]
-    for form, key in forms:
-        if form is not None and not isinstance(form, dict):
-            raise ValueError(f"{key} is {form!r}; a table or null is wanted")
-    check_counts(config.get("rope_scaling") or {}, ("original_max_position_embeddings",))
-    check_counts(config.get("rope_parameters") or {}, ("original_max_position_embeddings",))
-    numbers = [(key, config.get(key)) for key in FLOATS]
-    numbers += [(f"{key} in {where}", (form or {}).get(key)) for form, where in forms for key in ROPE_FLOATS]
-    for key, x in numbers:
-        if x is not None and (type(x) not in (int, float) or not 0 < x < 1e12):
-            raise ValueError(f"{key} is {x!r}; a positive number is wanted")
+    check_numbers(config, NUMBERS)
+    rope = {"rope_theta": config.get("rope_theta")}
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(config.get(name), dict | None):
+            raise ValueError(f"{name} is {config[name]!r}; a table or null is wanted")
+    for form in (rope, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
+        check_counts(form, ("original_max_position_embeddings",))
+        check_numbers(form, ROPE_NUMBERS)
+        check_numbers(form, ("mscale", "mscale_all_dim"), zero=True)
+    check_numbers(config, ("initializer_range",), zero=True)
     for key in SWITCHES:
         if not isinstance(config.get(key), bool | None):
             raise ValueError(f"{key} is {config[key]!r}; true or false is wanted")
-    nested = config.get("eagle_config")
-    for where in (config, {} if nested is None else nested):
-        ids = where.get("eagle_aux_hidden_state_layer_ids") if isinstance(where, dict) else "no table"
+    if not isinstance(config.get("eagle_config"), dict | None):
+        raise ValueError(f"eagle_config is {config['eagle_config']!r}; a table or null is wanted")
+    for where in (config, config.get("eagle_config") or {}):
+        ids = where.get("eagle_aux_hidden_state_layer_ids")
         if ids is not None and not (isinstance(ids, list) and all(type(j) is int for j in ids)):
             raise ValueError(f"eagle_aux_hidden_state_layer_ids is {ids!r}; a list of layers is wanted")
+
+
+def check_numbers(config: dict, keys, zero: bool = False) -> None:
+    for key in keys:
+        x = config.get(key)
+        if x is not None and (type(x) not in (int, float) or not (0 < x < 1e12 or zero and x == 0)):
+            raise ValueError(f"{key} is {x!r}; a positive number is wanted")
 
 
 def choose_vocabulary(args, source: Source, start: Path | None, default_vocab: int) -> Tensor:
@@ -270,7 +292,8 @@ def moments(optimizer_state: dict):
 
 def checkpoints(run: Path) -> list[Path]:
     """Those of a run, the newest last; whatever else lies beside them is not ours."""
-    return sorted(x for x in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-\d{8}", x.name))
+    found = (run / "checkpoints").glob("step-*")
+    return sorted(x for x in found if re.fullmatch(r"step-\d{8}", x.name) and x.is_dir())
 
 
 def newest_checkpoint(run: Path) -> Path | None:
@@ -313,8 +336,8 @@ def check_training_state(state, checkpoint: Path, optimizer) -> None:
 
 def trimmed(path: Path, done: int):
     """A .jsonl file opened to append, without the lines of steps after `done`, which come again."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     with naming(path, "remove it to go on without"):
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= done]
     if kept != lines:
         replace_with(path, lambda half: half.write_text("".join(kept)))
@@ -351,9 +374,10 @@ def load_draft(path) -> nn.Module:
     config = read_config(path)
     if config is None:
         raise ValueError(f"{path} is no draft: it has no config.json; give a checkpoint's or an export's directory")
+    state = read_state(path)
     with naming(path / "config.json", "copy it again"):
-        draft = new_draft(config)
-    load_into(draft, path)
+        draft = new_draft(config, state)
+    load_into(draft, path, state)
     return draft
 
 
@@ -393,12 +417,12 @@ def read_state(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def load_into(draft: nn.Module, path: Path, embedding: Tensor | None = None) -> None:
+def load_into(draft: nn.Module, path: Path, state: dict[str, Tensor], embedding: Tensor | None = None) -> None:
     """Load a draft's tensors, of either naming. An absent t2d follows from d2t, an absent embedding is `embedding`.
 
     ValueError: what is missing, unexpected or of another shape, by name.
     """
-    cfg, state = draft.config, read_state(path)
+    cfg = draft.config
     names = {name.removeprefix("model."): name for name in state}
     if embedding is not None and "embed_tokens.weight" not in names:
         state["embed_tokens.weight"] = embedding

@@ -80,7 +80,10 @@ def open_source(args, ranks) -> Source:
     if captured and (len(paths) > 1 or args.follow):
         raise ValueError(f"{captured[0]} holds captured states; it is read alone, without other --data or --follow")
     if captured:
-        return captured_source(args, captured[0], ranks)
+        source = captured_source(args, captured[0], ranks)
+        if ranks.rank == 0:
+            print(teacher_check(source, sampled(source)), flush=True)
+        return source
     if args.follow:
         return followed_source(args, ranks)
     target = open_target(args, ranks)
@@ -174,7 +177,7 @@ def captured_source(args, path: Path, ranks) -> Source:
     skipped = captured.skipped | {"nothing to learn in the row": len(captured.documents) - len(fitting)}
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in skipped.items() if n) or "none"
     ranks.print(f"data: {path} ({captured.kind}), layers {list(captured.aux_layers)} by output; left out: {reasons}")
-    source = Source(
+    return Source(
         *split_documents(args, Documents.gather(fitting), ranks),
         captured.states,
         captured.head,
@@ -187,9 +190,6 @@ def captured_source(args, path: Path, ranks) -> Source:
         captured.draft_ids,
         on_disk=True,
     )
-    if ranks.rank == 0:
-        print(teacher_check(source, sampled(source)), flush=True)
-    return source
 
 
 def followed_source(args, ranks) -> Source:
@@ -229,8 +229,8 @@ SAMPLE_DOCUMENTS, SAMPLE_PLACES = 16, 64  # of each, so that the head is applied
 
 def sampled(source: Source) -> list[tuple[Document, tuple[Tensor, Tensor]]]:
     """Documents from all over the training ones, cut behind their first places that count, with their states."""
-    some = source.training[:: -(-len(source.training) // SAMPLE_DOCUMENTS)]
-    short = [cut_to(d, int(last) + 2) for d in some if len(places := taught_places(d)) for last in places[-1:]]
+    some = [d for d in source.training[:: -(-len(source.training) // SAMPLE_DOCUMENTS)] if len(taught_places(d))]
+    short = [cut_to(d, int(taught_places(d)[-1]) + 2) for d in some]
     return [(d, states) for d, states in zip(short, source.states(short), strict=True) if states is not None]
 
 

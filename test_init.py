@@ -203,6 +203,13 @@ def test_no_value_in_a_drafts_config_is_a_traceback(runs, tiny, trained, tmp_pat
                 with pytest.raises(ValueError) as error:
                     load(start)
                 assert "\n" not in str(error.value), (key, value)
+    for key, size in (("intermediate_size", 2**31), ("v_head_dim", 10**6), ("max_position_embeddings", 2**31)):
+        (start / "config.json").write_text(json.dumps(good | {key: size}))
+        if key.startswith("max"):
+            load_draft(start)
+            continue
+        with pytest.raises(ValueError, match="config.json says .* weights, .* are there"):
+            load_draft(start)
     for text in ("", "[]", "{", "null", '{"hidden_size"', "\x00\x01"):
         (start / "config.json").write_text(text)
         with pytest.raises(ValueError, match="config.json"):

@@ -393,14 +393,16 @@ def test_a_run_stopped_before_its_settings_begins_on_resume(runs):
 def test_what_lies_beside_checkpoints_is_the_users(runs, brief):
     name = "guests"
     shutil.copytree(runs / brief, runs / name, ignore=shutil.ignore_patterns("draft"))
+    folder = runs / name / "checkpoints"
     guests = ["step-original", "step-zzzzzzzz", "step-00000002.bak", "step-00000009.part", ".old.part", "step-1"]
     for guest in guests:
-        (runs / name / "checkpoints" / guest).mkdir()
-        (runs / name / "checkpoints" / guest / "kept").touch()
-    (runs / name / "checkpoints" / ".step-00000003-12-0a0b0c0d.part").mkdir()  # a killed writer's
+        (folder / guest).mkdir()
+        (folder / guest / "kept").touch()
+    (folder / "step-00000077").touch()  # no folder
+    (folder / ".step-00000003-12-0a0b0c0d.part").mkdir()  # a killed writer's
     train.main(command(runs, name, *BRIEF, "--resume", "--steps", 4, "--keep", 1))
-    assert {path.name for path in (runs / name / "checkpoints").iterdir()} == {*guests, "step-00000004"}
-    assert all((runs / name / "checkpoints" / guest / "kept").exists() for guest in guests)
+    assert {path.name for path in folder.iterdir()} == {*guests, "step-00000077", "step-00000004"}
+    assert all((folder / guest / "kept").exists() for guest in guests)
 
 
 def test_an_export_leaves_what_is_the_users_and_only_one_of_two_writes(runs, brief, tmp_path, monkeypatch):
