@@ -173,7 +173,7 @@ SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "q_l
 SIZES += ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "max_position_embeddings", "target_hidden_size")
 SIZES += ("draft_vocab_size", "num_aux_hidden_states")
 NUMBERS = ("rms_norm_eps", "activation_situ_beta", "activation_situ_linear_beta")
-ROPE_NUMBERS = ("rope_theta", "factor", "beta_fast", "beta_slow")
+ROPE_NUMBERS = ("factor", "beta_fast", "beta_slow")
 SWITCHES = ("fc_norm", "norm_output", "mla_use_nope", "mla_use_output_gate", "tie_word_embeddings")
 
 
@@ -189,8 +189,9 @@ def check_config(config: dict) -> None:
     for form in (rope, config.get("rope_parameters") or {}, config.get("rope_scaling") or {}):
         check_counts(form, ("original_max_position_embeddings",))
         check_numbers(form, ROPE_NUMBERS)
-        check_numbers(form, ("mscale", "mscale_all_dim"), zero=True)
-    check_numbers(config, ("initializer_range",), zero=True)
+        check_numbers(form, ("rope_theta",), above=1)
+        check_numbers(form, ("mscale", "mscale_all_dim"), above=-1)
+    check_numbers(config, ("initializer_range",), above=-1)
     for key in SWITCHES:
         if not isinstance(config.get(key), bool | None):
             raise ValueError(f"{key} is {config[key]!r}; true or false is wanted")
@@ -202,11 +203,11 @@ def check_config(config: dict) -> None:
             raise ValueError(f"eagle_aux_hidden_state_layer_ids is {ids!r}; a list of layers is wanted")
 
 
-def check_numbers(config: dict, keys, zero: bool = False) -> None:
+def check_numbers(config: dict, keys, above: float = 0) -> None:
     for key in keys:
         x = config.get(key)
-        if x is not None and (type(x) not in (int, float) or not (0 < x < 1e12 or zero and x == 0)):
-            raise ValueError(f"{key} is {x!r}; a positive number is wanted")
+        if x is not None and (type(x) not in (int, float) or not above < x < 1e12):
+            raise ValueError(f"{key} is {x!r}; a number above {above} is wanted")
 
 
 def choose_vocabulary(args, source: Source, start: Path | None, default_vocab: int) -> Tensor:
