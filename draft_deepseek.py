@@ -40,7 +40,8 @@ class Eagle3MLAConfig(PretrainedConfig):
     """Every key an MLA EAGLE-3 draft is served with. Sizes are required; RoPE is read from `rope_parameters` alone.
 
     `rope_theta`/`rope_scaling` of older configs are folded into `rope_parameters`. ValueError: a size that is missing,
-    no rope_theta anywhere, a rope type other than default and yarn, a draft vocabulary outside 1..vocab_size.
+    no rope_theta anywhere, `mla_use_nope` true, a rope type other than default and yarn, a draft vocabulary outside
+    1..vocab_size.
     """
 
     model_type = "deepseek_v2"
@@ -72,6 +73,8 @@ class Eagle3MLAConfig(PretrainedConfig):
     initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs):
+        if kwargs.pop("mla_use_nope", False):  # a key of the subclass that has no RoPE
+            raise ValueError("mla_use_nope is true, but this draft has RoPE; the one without is in draft_kimi_k3.py")
         rope_scaling, rope_theta = kwargs.pop("rope_scaling", None), kwargs.pop("rope_theta", None)
         self.rope_parameters = self.resolve_rope(self.rope_parameters, rope_scaling, rope_theta)
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
@@ -122,7 +125,7 @@ class Eagle3MLAConfig(PretrainedConfig):
     @classmethod
     def from_any(cls, config) -> "Eagle3MLAConfig":
         """From this class, any Hugging Face config, a `config.json` dict or a path; unknown keys are left out."""
-        if isinstance(config, cls):
+        if type(config) is cls:  # a subclass has other rules
             return config
         if isinstance(config, str | Path):
             path = Path(config)
@@ -130,7 +133,7 @@ class Eagle3MLAConfig(PretrainedConfig):
         values = config if isinstance(config, dict) else config.to_dict()
         values = values.get("text_config") or values
         known = {field.name for field in fields(cls)} - {field.name for field in fields(PretrainedConfig)}
-        known |= {"rope_theta", "rope_scaling"}
+        known |= {"rope_theta", "rope_scaling", "mla_use_nope"}
         missing = [name for name in cls.required_keys() if values.get(name) is None]
         if missing:
             raise ValueError(f"the draft's config lacks {', '.join(missing)}; an MLA target's config.json has them")

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,7 +104,10 @@ def open_source(args, ranks) -> Source:
     if captured and (len(paths) > 1 or args.follow):
         raise ValueError(f"{captured[0]} holds captured states; it is read alone, without other --data or --follow")
     if captured:
-        return captured_source(args, captured[0], ranks)
+        source = captured_source(args, captured[0], ranks)
+        if ranks.rank == 0:
+            print(teacher_check(source, sampled(source)), flush=True)
+        return source
     if args.follow:
         return followed_source(args, ranks)
     target = open_target(args, ranks)
@@ -246,6 +250,55 @@ def followed_source(args, ranks) -> Source:
     )
 
 
+# ------------------------------------------------------------------------------------- are they the teacher's states?
+
+SAMPLE_DOCUMENTS, SAMPLE_PLACES = 16, 64  # of each, so that the head is applied to a thousand states at most
+
+
+def sampled(source: Source) -> list[tuple[Document, tuple[Tensor, Tensor]]]:
+    """Documents from all over the training ones, cut behind their first places that count, with their states."""
+    some = [d for d in source.training[:: -(-len(source.training) // SAMPLE_DOCUMENTS)] if len(taught_places(d))]
+    short = [cut_to(d, int(taught_places(d)[-1]) + 2) for d in some]
+    return [(d, states) for d, states in zip(short, source.states(short), strict=True) if states is not None]
+
+
+def taught_places(document: Document) -> Tensor:
+    """The first places whose state says what follows, that being known and learned from."""
+    return document.loss_mask[:-1].nonzero().flatten()[:SAMPLE_PLACES]
+
+
+@torch.no_grad()
+def teacher_check(source: Source, sample: list[tuple[Document, tuple[Tensor, Tensor]]]) -> str:
+    """How often the next token is the teacher's own choice, and how often by the states of another document: those of
+    the sample's next one, its n-th learned place for the n-th (a document alone is taken for two, its halves). With a
+    warning unless the former wins by more than chance (a sign test where just one is right, 2.5 sigma).
+    """
+    device = source.embed_tokens.weight.device
+    choices, follows = [], []
+    for document, (_, last) in sample:
+        at = taught_places(document)
+        for part in at.chunk(1 if len(sample) > 1 else 2):
+            choices.append(source.head(last[part.to(last.device)].to(device)).argmax(-1).cpu())
+            follows.append(document.tokens[part + 1])
+    right = [torch.zeros(0, 2)]
+    for mine, theirs, after in zip(choices, choices[1:] + choices[:1], follows, strict=True):
+        n = min(len(mine), len(theirs))
+        right.append(torch.stack([said[:n] == after[:n] for said in (mine, theirs)], dim=1).float())
+    right = torch.cat(right)
+    own, other = right.mean(0).nan_to_num().tolist()
+    line = (
+        f"teacher: its own choice is {own:.1%} of {len(right):,} learned tokens of {len(sample)} documents, "
+        f"{other:.1%} by another document's states"
+    )
+    gain = right[:, 0] - right[:, 1]
+    if gain.sum() > 2.5 * gain.abs().sum().sqrt():
+        return line
+    return line + (
+        "\nWARNING: the teacher is no better than with another document's states. A draft learns nothing from these: "
+        "they are random, of another model, misplaced, or not what the output head reads (final norm, last layer?)"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
@@ -377,6 +430,7 @@ class FollowedRows:
         self.args, self.follower, self.make = args, source.follower, expected.make
         self.per_epoch, self.sizes = expected.per_epoch, expected.sizes
         self.keys, self.held = {token_key(d.tokens) for d in source.held_out}, []
+        self.check = partial(teacher_check, source)
 
     def steps_after(self, consumed: int, per_step: int) -> int:
         return max(1, -(-(self.per_epoch - consumed) // per_step))
@@ -395,12 +449,15 @@ class FollowedRows:
             self.follower.done(document)
 
     def rows(self, arriving: Iterator) -> Iterator[list]:
-        pool, more = [], True
+        pool, more, is_first = [], True, True
         while more:
             arrived = next(arriving, None)
             more = arrived is not None
             pool += [arrived] if more else []
             if pool and (not more or sum(len(d.tokens) for d, _ in pool) >= POOL_ROWS * self.args.row_tokens):
+                if is_first and self.follower.rank == 0:
+                    print(self.check(pool[:SAMPLE_DOCUMENTS]), flush=True)
+                is_first = False
                 *full, last = self.pack(pool)
                 yield from full if more else [*full, last]
                 pool = last

@@ -11,17 +11,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import drafts
+import files
 import target
 import train
 from conversations import answered
-from data import anchors_of, choose_capacity, cut_to, pack, python_documents, sizes_of
+from data import Document, anchors_of, choose_capacity, cut_to, pack, python_documents, sizes_of
+from sources import teacher_check
 from target import byte_tokenizer
 from test_decode import toy_draft, toy_rows
 
@@ -221,7 +225,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_the_last_checkpoint(ru
         train.save_checkpoint = save_
 
     said = finish(start(command(runs, name, *WHOLE), output, full_at_6), output, 1)
-    assert "the checkpoint of step 6 cannot be written" in said.splitlines()[-1]
+    assert "step-00000006 cannot be written" in said.splitlines()[-1]
     assert [path.name for path in (runs / name / "checkpoints").iterdir()] == ["step-00000003"]
     finish(start(command(runs, name, "--resume"), output), output, 0)
     assert_same_run(runs, whole, name, 7)
@@ -257,6 +261,266 @@ def test_a_resume_that_fails_leaves_the_settings_as_they_were(runs, whole):
         train.main(command(runs, "typo", "--resume"))
 
 
+# ----------------------------------------------------------------------------------- whole or absent, and nobody else's
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing is cleaned up after it."""
+
+
+def failing(monkeypatch, name, how):
+    """The next rename to `name` does not come about: the disk is full, or the process is killed before or after it."""
+    rename = os.replace
+
+    def replace(source, to):
+        if Path(to).name != name:
+            return rename(source, to)
+        if how == "full":
+            raise OSError(28, "No space left on device")
+        monkeypatch.setattr(files, "discard", lambda half: None)
+        if how == "after":
+            rename(source, to)
+        raise Killed
+
+    monkeypatch.setattr(files.os, "replace", replace)
+
+
+BRIEF = ["--steps", 2, "--save-every", 1, "--row-tokens", 256, "--documents", 30, "--decode-prompts", 0]
+WINDOWS = ["settings.json", "step-00000001", "log.jsonl", "step-00000002", "draft", "result.json"]
+WINDOWS = {"full": WINDOWS, "before": WINDOWS, "after": [w for w in WINDOWS if w != "log.jsonl"]}  # no line to cut then
+
+
+@pytest.fixture(scope="module")
+def brief(runs):
+    train.main(command(runs, "brief", *BRIEF))
+    return "brief"
+
+
+@pytest.mark.parametrize("how", ["full", "before", pytest.param("after", marks=pytest.mark.slow)])
+def test_a_failure_in_every_rename_loses_nothing(runs, brief, how, monkeypatch, capsys):
+    name = f"windows-{how}"
+    for window in WINDOWS[how]:
+        with monkeypatch.context() as patch:
+            failing(patch, window, how)
+            if how == "full":
+                assert train.cli(command(runs, name, *BRIEF, "--resume")) == 1
+                error = capsys.readouterr().err.splitlines()[-1]
+                assert f"{window} cannot be written" in error and "No space left" in error
+            else:
+                with pytest.raises(Killed):
+                    train.main(command(runs, name, *BRIEF, "--resume"))
+                assert how == "after" or any(files.is_part(path) for path in (runs / name).rglob("*"))
+        if window == "log.jsonl":  # it is to be cut, and nothing of it was lost
+            assert len(log(runs, name)) == 1
+    if how == "after":
+        with pytest.raises(ValueError, match="is complete"):
+            train.main(command(runs, name, *BRIEF, "--resume"))
+    else:
+        train.main(command(runs, name, *BRIEF, "--resume"))
+    assert_same_run(runs, brief, name, 2)
+    assert (runs / name / "result.json").read_bytes() == (runs / brief / "result.json").read_bytes()
+    assert {x.name for x in (runs / name).iterdir()} == {x.name for x in (runs / brief).iterdir()}
+    assert not any(files.is_part(path) for path in (runs / name).rglob("*"))
+
+
+@pytest.mark.slow  # some twenty processes
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_kill_9_in_every_rename_window_loses_nothing(runs, brief, how, tmp_path):
+    name, output = f"kill-9-{how}", tmp_path / "output"
+    for window in WINDOWS[how]:
+
+        def deadly(window=window):
+            rename = os.replace
+
+            def replace(source, to):
+                if Path(to).name == window and how == "before":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                rename(source, to)
+                if Path(to).name == window:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            files.os.replace = replace
+
+        finish(start(command(runs, name, *BRIEF, "--resume"), output, deadly), output, -signal.SIGKILL)
+    finish(start(command(runs, name, *BRIEF, "--resume"), output), output, 0 if how == "before" else 2)
+    assert_same_run(runs, brief, name, 2)
+    assert (runs / name / "result.json").read_bytes() == (runs / brief / "result.json").read_bytes()
+
+
+def test_a_full_disk_under_the_log_is_one_line_and_the_run_resumes(runs, brief, monkeypatch, capsys):
+    class Full:
+        """A file that takes one line."""
+
+        def __init__(self, file):
+            self.file, self.name, self.room = file, file.name, 2  # print writes the line and its end apart
+
+        def write(self, text):
+            self.room -= 1
+            if self.room < 0:
+                raise OSError(28, "No space left on device")
+            return self.file.write(text)
+
+        def flush(self):
+            self.file.flush()
+
+        def close(self):
+            self.file.close()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "trimmed", lambda path, done: Full(drafts.trimmed(path, done)))
+        assert train.cli(command(runs, "full-log", *BRIEF)) == 1
+    assert "log.jsonl cannot be written (No space left on device)" in capsys.readouterr().err.splitlines()[-1]
+    train.main(command(runs, "full-log", *BRIEF, "--resume"))
+    assert_same_run(runs, brief, "full-log", 2)
+
+
+def test_a_run_stopped_before_its_settings_begins_on_resume(runs):
+    given = train.Settings(runs=str(runs), name="unborn", resume=True)
+    for left in ((), ("lock",), ("lock", ".settings.json-77-0123abcd.part")):
+        (runs / "unborn").mkdir()
+        for name in left:
+            (runs / "unborn" / name).touch()
+        with train.open_run(given, train.Ranks()) as run:
+            assert sorted(path.name for path in run.iterdir()) == ["lock", "settings.json"]
+        shutil.rmtree(runs / "unborn")
+    (runs / "unborn").mkdir()
+    (runs / "unborn" / "notes.txt").write_text("the user's")
+    with pytest.raises(ValueError, match="has no settings.json"), train.open_run(given, train.Ranks()):
+        pass
+    assert [path.name for path in (runs / "unborn").iterdir()] == ["notes.txt"]
+
+
+def test_what_lies_beside_checkpoints_is_the_users(runs, brief):
+    name = "guests"
+    shutil.copytree(runs / brief, runs / name, ignore=shutil.ignore_patterns("draft"))
+    folder = runs / name / "checkpoints"
+    guests = ["step-original", "step-zzzzzzzz", "step-00000002.bak", "step-00000009.part", ".old.part", "step-1"]
+    for guest in guests:
+        (folder / guest).mkdir()
+        (folder / guest / "kept").touch()
+    (folder / "step-00000077").touch()  # no folder
+    (folder / ".step-00000003-12-0a0b0c0d.part").mkdir()  # a killed writer's
+    train.main(command(runs, name, *BRIEF, "--resume", "--steps", 4, "--keep", 1))
+    assert {path.name for path in folder.iterdir()} == {*guests, "step-00000077", "step-00000004"}
+    assert all((folder / guest / "kept").exists() for guest in guests)
+
+
+def test_an_export_leaves_what_is_the_users_and_only_one_of_two_writes(runs, brief, tmp_path, monkeypatch):
+    checkpoint, out = runs / brief / "checkpoints" / "step-00000002", tmp_path / "foo"
+    (tmp_path / "foo.part").mkdir()
+    (tmp_path / "foo.part" / "notes.txt").write_text("the user's")
+    save_file = drafts.save_file
+
+    def save_as_another_does(state, path, metadata):
+        with monkeypatch.context() as patch:
+            patch.setattr(drafts, "save_file", save_file)
+            train.main(["--export", str(checkpoint), str(out)])
+        (out / "whose").write_text("the faster one's")
+        save_file(state, path, metadata)
+
+    monkeypatch.setattr(drafts, "save_file", save_as_another_does)
+    with pytest.raises(ValueError, match="exists already"):
+        train.main(["--export", str(checkpoint), str(out)])
+    assert (out / "whose").exists() and (tmp_path / "foo.part" / "notes.txt").read_text() == "the user's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foo", "foo.part"]
+
+
+def test_a_full_disk_in_export_is_one_line_and_exit_code_1(runs, brief, tmp_path):
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+
+    checkpoint, output = runs / brief / "checkpoints" / "step-00000002", tmp_path / "output"
+    argv = ["--export", str(checkpoint), str(tmp_path / "new" / "draft")]
+    said = finish(start(argv, output, small_files), output, 1)
+    assert said.count("\n") == 1 and "draft cannot be written (SafetensorError" in said
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_writing_is_whole_or_absent(tmp_path):
+    (tmp_path / "foo.part").write_text("the user's")
+    halves = []
+
+    def write(text):
+        return lambda half: halves.append(half) or half.write_text(text)
+
+    def broken(error):
+        def write(half):
+            half.mkdir()
+            (half / "weights").write_text("some")
+            raise error
+
+        return write
+
+    files.replace_with(tmp_path / "foo", write("one"))
+    files.replace_with(tmp_path / "foo", write("two"))
+    assert (tmp_path / "foo").read_text() == "two" and halves[0] != halves[1] and all(map(files.is_part, halves))
+    for error in (OSError(28, "No space left on device"), RuntimeError("file write failed\n at 3")):
+        with pytest.raises(OSError, match="bar cannot be written .*(No space left|file write failed at 3)"):
+            files.replace_with(tmp_path / "bar", broken(error))
+    for error in (KeyboardInterrupt(), TypeError("ours")):
+        with pytest.raises(type(error)):
+            files.replace_with(tmp_path / "bar", broken(error))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foo", "foo.part"]
+    for name in ("foo.part", ".foo.part", "step-00000001.part", ".foo-1-2.part", "foo-1-0123abcd.part"):
+        assert not files.is_part(tmp_path / name)
+
+
+def test_json_has_no_numbers_that_are_none():
+    x = {"a": float("nan"), "b": [1.5, float("-inf"), (float("inf"), 2)], "c": {"d": True, "e": None}}
+    assert json.loads(files.to_json(x)) == {"a": None, "b": [1.5, None, [None, 2]], "c": {"d": True, "e": None}}
+
+
+@pytest.mark.parametrize("where", ["model.safetensors", "training.pt"])
+def test_a_newest_checkpoint_that_is_not_finite_is_refused_and_the_one_before_stays(runs, brief, where):
+    name = f"spoilt-{where}"
+    shutil.copytree(runs / brief, runs / name, ignore=shutil.ignore_patterns("draft"))
+    file = runs / name / "checkpoints" / "step-00000002" / where
+    if where == "training.pt":
+        state = torch.load(file)
+        state["optimizer"]["state"][0]["exp_avg"][0, 0] = float("nan")
+        torch.save(state, file)
+    else:
+        state = load_file(file)
+        state["lm_head.weight"][0, 0] = float("nan")
+        save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"step-00000002/{where} cannot be used .NaN or Inf in 1 .* remove ") as error:
+        train.main(command(runs, name, *BRIEF, "--resume", "--steps", 3))
+    assert "\n" not in str(error.value)
+    shutil.rmtree(file.parent)
+    train.main(command(runs, name, *BRIEF, "--resume"))
+    assert_same_run(runs, brief, name, 2)
+
+
+def test_no_content_of_training_pt_is_a_traceback(runs, brief, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(runs / brief / "checkpoints", run / "checkpoints")
+    file = run / "checkpoints" / "step-00000002" / "training.pt"
+    draft = drafts.load_draft(file.parent)
+    draft.freeze_embeddings()
+    given = train.resolve(train.Settings(device="cpu", weight_decay=0.5))
+    optimizer = train.make_optimizer(given, [p for p in draft.parameters() if p.requires_grad])
+    assert drafts.load_checkpoint(run, draft, optimizer, "cpu") == (2, 2)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.5  # the setting's, not the stored one
+    good = torch.load(file)
+    kept = good["optimizer"]["state"]
+    moments = [{**kept, 0: {**kept[0], key: x}} for key, x in (("exp_avg", torch.zeros(3)), ("exp_avg", "x"))]
+    moments += [{**kept, 0: {}}, {**kept, 0: 3}, {**kept, 99: kept[0]}, {**kept, "x": kept[0]}, [], 3, None]
+    bad = [good | {"optimizer": {**good["optimizer"], "state": x}} for x in moments]
+    bad += [good | {key: x} for key in ("step", "consumed") for x in (-1, 1.5, "2", None, True, 10**15, 7 * 10**30)]
+    bad += [good | {"rng": x} for x in (None, 3, torch.zeros(3), torch.zeros(3, dtype=torch.uint8))]
+    bad += [{k: x for k, x in good.items() if k != key} for key in good]
+    bad += [good | {"optimizer": x} for x in ({}, None, [])] + [{}, [], 3, None, "x", good["rng"]]
+    for state in bad:
+        torch.save(state, file)
+        with pytest.raises(ValueError, match="training.pt cannot be used .* remove .*step-00000002") as error:
+            drafts.load_checkpoint(run, draft, optimizer, "cpu")
+        assert "\n" not in str(error.value)
+    for garbage in (b"", b"PK", b"\x80\x02garbage", b"\0" * 99):
+        file.write_bytes(garbage)
+        with pytest.raises(ValueError, match="training.pt cannot be used"):
+            drafts.load_checkpoint(run, draft, optimizer, "cpu")
+
+
 def test_two_runs_in_one_directory_are_refused(runs, whole):
     (runs / "held").mkdir()
     given = train.Settings(runs=str(runs), name="held", resume=True)
@@ -272,7 +536,88 @@ def test_a_loss_that_stays_not_finite_names_its_data(runs, monkeypatch):
     with pytest.raises(ValueError, match=rf"for {train.BAD_STEPS} steps in a row, up to step 10, .* corpus:\d+"):
         train.main(command(runs, "nan", "--steps", 20))
     lines = log(runs, "nan")
+    assert "NaN" not in (runs / "nan" / "log.jsonl").read_text() and lines[0]["loss"] is None
     assert len(lines) == 10 and all(name.startswith("corpus:") for line in lines for name in line["skipped"])
+
+
+# ---------------------------------------------------------------------------------------------- the teacher of the data
+
+
+def teacher_of(documents: int, length: int, right: float, seed: int = 0) -> str:
+    """What is said of documents whose states name the next token in a share of the places, and noise in the others."""
+    rng, vocab = torch.Generator().manual_seed(seed), 50
+    sample = []
+    for _ in range(documents):
+        tokens = torch.randint(vocab, (length,), generator=rng)
+        noise = torch.randint(vocab, (length,), generator=rng)
+        named = torch.where(torch.rand(length, generator=rng) < right, tokens.roll(-1), noise)
+        document = Document(tokens, torch.arange(length) >= length // 2, "x")
+        sample.append((document, (None, torch.eye(vocab)[named])))
+    return teacher_check(SimpleNamespace(head=lambda x: x, embed_tokens=nn.Embedding(vocab, 1)), sample)
+
+
+@pytest.mark.parametrize(("documents", "length"), [(1, 60), (2, 20), (3, 200), (16, 60)])
+def test_a_teacher_that_knows_its_text_is_told_from_noise(documents, length):
+    good = teacher_of(documents, length, 0.8)
+    assert "WARNING" not in good and f"learned tokens of {documents} documents" in good
+    bad = [teacher_of(documents, length, 0.0, seed) for seed in range(20)]
+    assert sum("WARNING: the teacher is no better" in text for text in bad) == 20
+
+
+def test_a_teacher_is_compared_place_by_place():
+    """Two documents whose answers are a b c and a d: of two pairs of places the own states are right in both, those of
+    the other document in the first."""
+    answers = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 4])
+    sample = [(Document(x, torch.arange(len(x)) < 3, "x"), (None, torch.eye(5)[x.roll(-1)])) for x in answers]
+    said = teacher_check(SimpleNamespace(head=lambda x: x, embed_tokens=nn.Embedding(5, 1)), sample)
+    assert "its own choice is 100.0% of 4 learned tokens of 2 documents, 50.0% by another document's states" in said
+    assert "0.0% of 0 learned tokens of 0 documents" in teacher_check(
+        SimpleNamespace(embed_tokens=nn.Embedding(5, 1)), []
+    )
+
+
+@pytest.fixture(scope="module")
+def states(runs, tmp_path_factory):
+    """Captured states of some conversations, and a copy in which they are random ones of the same scale."""
+    folder = tmp_path_factory.mktemp("states")
+    pairs = python_documents(True)[:20]
+    rows = [
+        {"messages": [{"role": "user", "content": p[:60]}, {"role": "assistant", "content": a[:90]}]} for p, a in pairs
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--model", runs / "tiny-deepseek-v3", "--data", folder / "chats.jsonl", "--capture", folder / "good"]
+    train.main(command(runs, "captures", *flags))
+    head = load_file(runs / "tiny-deepseek-v3" / "model.safetensors")["lm_head.weight"]
+    head = head / head.square().sum(-1, keepdim=True)
+    shutil.copytree(folder / "good", folder / "random")
+    for name in ("good", "random"):
+        for path in (folder / name / "hidden_states").iterdir():
+            held = load_file(path)
+            last = held["hidden_states"][:, 3]
+            last.copy_(head[held["token_ids"].roll(-1)] if name == "good" else torch.randn(last.shape))
+            save_file(held, path, metadata={"last_hidden": "after_norm"})
+    return folder
+
+
+@pytest.mark.parametrize("flags", [["--dry-run"], ["--steps", 1]])
+def test_captured_states_that_say_nothing_of_the_text_are_warned_of(runs, states, flags, capsys):
+    model = ["--model", runs / "tiny-deepseek-v3"]
+    for name in ("good", "random"):
+        train.main(command(runs, f"taught-{name}-{len(flags)}", "--data", states / name, *model, *flags))
+        said = capsys.readouterr().out
+        assert said.count("teacher: its own choice is") == 1
+        assert ("WARNING: the teacher is no better" in said) == (name == "random")
+
+
+def test_states_that_arrive_are_compared_before_the_first_step(runs, states, tmp_path, capsys):
+    for name in ("good", "random"):
+        shutil.copytree(states / name / "hidden_states", tmp_path / name)
+        (tmp_path / name / "STOP").touch()
+        flags = ["--model", runs / "tiny-deepseek-v3", "--data", states / "chats.jsonl", "--follow", tmp_path / name]
+        train.main(command(runs, f"followed-{name}", *flags))
+        said = capsys.readouterr().out
+        assert said.count("teacher: its own choice is") == 1
+        assert ("WARNING: the teacher is no better" in said) == (name == "random")
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks

@@ -15,7 +15,6 @@ import dataclasses
 import fcntl
 import functools
 import itertools
-import json
 import math
 import os
 import shutil
@@ -42,7 +41,7 @@ from costs import even_workload, matrix_rate, model_flops, step_memory
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
-from files import replace_with
+from files import is_part, remove, remove_parts, replace_with, to_json
 from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
 from sources import FollowedRows, Rows, Source, conversations, make_rows, open_source
 from target import Target, load_tokenizer
@@ -83,9 +82,18 @@ def main(argv=None) -> None:
         source.report_unread(args, ranks)
         if ranks.rank == 0:
             result |= decode_for_real(args, source, draft)
-            if is_servable(draft):
-                export(draft, run / "draft", args.export_dtype)
-            report(args, run, result)
+            finish(args, run, draft, result)
+
+
+def finish(args: Settings, run: Path, draft: nn.Module, result: dict) -> None:
+    """The draft and, last, result.json: with both of them a run is complete, killed before it does this again."""
+    for stale in (run / "result.json", run / "draft"):
+        if stale.exists():
+            remove(stale)
+    if is_servable(draft):
+        export(draft, run / "draft", args.export_dtype)
+    replace_with(run / "result.json", lambda half: half.write_text(to_json(result) + "\n"))
+    report(args, run, result)
 
 
 def interrupt(number, frame):
@@ -160,14 +168,14 @@ def open_run(given: Settings, ranks: Ranks):
     if ranks.rank > 0:
         yield run
         return
-    is_new = not run.exists()
+    is_new = not run.exists() or given.resume and is_untouched(run)
     if given.resume and is_new:
         print(f"{run} does not exist yet: a new run, with the settings given now")
     if given.resume and not is_new and not (run / "settings.json").is_file():
         raise ValueError(f"{run} has no settings.json, so it is no run that can be resumed; name another")
     if not is_new and not given.resume:
         raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
-    if (run / "draft").exists():
+    if (run / "draft").exists() and (run / "result.json").exists():
         raise ValueError(f"{run} is complete, its draft is in {run / 'draft'}; start another --name")
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
@@ -175,10 +183,12 @@ def open_run(given: Settings, ranks: Ranks):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another process trains in {run}; choose another --name or stop that one") from None
-        if is_new:
-            write_settings(ranks, run, given)
-        print(f"run: {run}", flush=True)
+        for folder in (run, run / "checkpoints"):
+            remove_parts(folder)
         try:
+            if is_new:
+                write_settings(ranks, run, given)
+            print(f"run: {run}", flush=True)
             yield run
         except Exception:
             if is_new and not (run / "log.jsonl").exists():
@@ -186,9 +196,14 @@ def open_run(given: Settings, ranks: Ranks):
             raise
 
 
+def is_untouched(run: Path) -> bool:
+    """A run that was stopped before it had settings."""
+    return run.is_dir() and all(path.name == "lock" or is_part(path) for path in run.iterdir())
+
+
 def write_settings(ranks: Ranks, run: Path, given: Settings) -> None:
     if ranks.rank == 0:
-        settings = json.dumps(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
+        settings = to_json(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
         replace_with(run / "settings.json", lambda half: half.write_text(settings + "\n"))
 
 
@@ -340,7 +355,8 @@ class Log:
     def __exit__(self, *error):
         if self.first:
             for file in self.files:
-                file.close()
+                with contextlib.suppress(OSError):  # what a full disk did not take was said
+                    file.close()
 
     def steps(self):
         """Step numbers to come, shown by a bar; without end where the data's length is not known for sure."""
@@ -359,7 +375,7 @@ class Log:
         now = time.perf_counter()
         line["tokens_per_second"], self.start = line["supervised"] / (now - self.start), now
         if self.first:
-            print(json.dumps({"step": step} | line), file=self.files[0], flush=True)
+            self.append(0, {"step": step} | line)
             speed = f"{line['tokens_per_second']:,.0f}"
             self.bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
             seen = step - self.done
@@ -371,9 +387,16 @@ class Log:
                 f"{', '.join(line['skipped'][:8])}; {self.run / 'log.jsonl'} names that of all of them"
             )
 
+    def append(self, file: int, line: dict) -> None:
+        try:
+            print(to_json(line), file=self.files[file], flush=True)
+        except OSError as error:
+            name, reason = self.files[file].name, error.strerror
+            raise OSError(f"{name} cannot be written ({reason}); --resume goes on from the last checkpoint") from error
+
     def evaluation(self, step: int, result: dict) -> None:
         if self.first:
-            print(json.dumps({"step": step} | result), file=self.files[1], flush=True)
+            self.append(1, {"step": step} | result)
             tqdm.write(f"step {step}, held out: simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
         self.start = time.perf_counter()
 
@@ -536,7 +559,6 @@ def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
 
 
 def report(args: Settings, run: Path, result: dict) -> None:
-    (run / "result.json").write_text(json.dumps(result) + "\n")
     k = args.ttt_steps
     print(f"\nheld out, greedy, chains of {k}, {result['slots']:,} slots:")
     print(f"  accept length   simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
