@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +22,15 @@ def naming(path: Path, todo: str = "capture it again, or skip damaged files"):
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         reason = " ".join(f"{kind}{error}".split())[:300]
         raise Damaged(f"{path} cannot be used ({reason}); {todo}") from error
+
+
+def check_regular(path: Path, role: str) -> None:
+    """ValueError where reading would wait for others or never end. role: what names it, as in "--data"."""
+    mode = path.stat().st_mode
+    kinds = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+    for test, kind in kinds.items():
+        if test(mode):
+            raise ValueError(f"{role} {path} is {kind}; a file is wanted")
 
 
 def read_json(path: Path, keys) -> dict:
