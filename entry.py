@@ -47,6 +47,10 @@ def ending(name: str, main: Callable, argv, resume: str) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that knows ASCII alone
     try:
         main(argv)
+    except SystemExit as stop:  # argparse's, or a string where what is measured is wrong
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         print(f"\ninterrupted{resume}", file=sys.stderr)
         return 130

@@ -107,13 +107,28 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
+def as_text(value: str) -> str:
+    """The type of a flag that is a path or a name."""
+    if complaint := unusable_text([value]):
+        raise argparse.ArgumentTypeError(complaint)
+    return value
+
+
+def as_path(value: str) -> Path:
+    return Path(as_text(value))
+
+
 def make_parser(description: str | None = None) -> OneLineParser:
     parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
-    commands.add_argument("--export", nargs=2, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop")
-    commands.add_argument("--capture", metavar="OUT", help="write the target's states at the documents, and stop")
+    commands.add_argument(
+        "--export", nargs=2, type=as_text, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop"
+    )
+    commands.add_argument(
+        "--capture", type=as_text, metavar="OUT", help="write the target's states at the documents, and stop"
+    )
     help_send = "have the vLLM at URL write those into DIR, and stop"
-    commands.add_argument("--send", nargs=2, metavar=("URL", "DIR"), help=help_send)
+    commands.add_argument("--send", nargs=2, type=as_text, metavar=("URL", "DIR"), help=help_send)
     commands.add_argument("--dry-run", action="store_true", help="say what the run would need, and stop")
     groups = {}
     for f in FIELDS.values():
@@ -183,10 +198,6 @@ def check_each(args: argparse.Namespace) -> None:
     for name, f in FIELDS.items():
         if complaint := misfit(f, getattr(args, name)):
             raise ValueError(f"{flag(name)} {complaint}")
-    for name in ("export", "capture", "send"):
-        value = getattr(args, name)
-        if complaint := unusable_text([value] if isinstance(value, str) else value or []):
-            raise ValueError(f"--{name} {complaint}")
     name = args.name
     if name is not None and (Path(name).name != name or name.startswith(("tiny-", "."))):
         raise ValueError(f"--name is {name!r}; a plain name is wanted, and tiny-... are the built-in targets' own")
