@@ -311,7 +311,9 @@ def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes 
 
 
 def cached_blob(converter: "Converter", blob: bytes, is_list: bool, cache: Path | None, key: bytes | None) -> Made:
-    if cache is None or not blob.strip():
+    if not blob.strip():  # at once: it may be gigabytes
+        return gather([], [], [], blob.removesuffix(b"\n").count(b"\n") + 1, Counter())
+    if cache is None:
         return converter.convert(blob, is_list)
     name = hashlib.sha256(key + bytes([is_list]) + blob).hexdigest()
     path = Path(cache) / f"{name}.npz"

@@ -195,7 +195,6 @@ def test_no_path_or_name_is_empty(name, capsys):
         (["--draft-vocab", "9" * 5000], "--draft-vocab"),
         (["--follow", "x", "--follow-gb", 1e300], "--follow-gb"),
         (["--name", "x" * 300], "--name is 300 bytes long"),
-        (["--model", "x" * 5000], "File name too long"),
         (["--device", "cuda:99"], "--device is cuda:99"),
         *(
             (["--device", name], f"--device is {name}, which this")
@@ -211,7 +210,7 @@ def test_what_cannot_be_used_is_said_before_anything_is_made(tmp_path, flags, sa
 def test_memory_is_asked_for_before_it_is_taken(runs, capsys, monkeypatch):
     flags = ["--runs", runs, "--name", "giant", "--documents", 20, "--row-tokens", 256, "--accumulate", 60_000]
     assert train.cli([*map(str, flags), "--device", "cpu", "--dry-run"]) == 0  # plans for another machine
-    monkeypatch.setattr(train, "memory_of", lambda device: 64e9)
+    monkeypatch.setattr(train, "memory_of", lambda device: 1e9)
     assert train.cli([*map(str, flags), "--device", "cpu"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "a step needs about" in said and "--accumulate 60000" in said and not (runs / "giant").exists()
