@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from conversations import answered
-from costs import clock
+from costs import clock, memory_of
 from data import python_documents
 from decode import Accepted, Drafter, by_bucket, by_depth, choose_verifier, distribution, pick, speculative, streams
 from draft_deepseek import upcast
@@ -110,6 +110,7 @@ def time_chains(args, drafts: dict[str, nn.Module]) -> tuple[list[dict], dict, l
     print(f"chains by {str(dtype).removeprefix('torch.')}, reading memory at {bandwidth / 1e9:,.1f} GB/s", flush=True)
     for name, draft in drafts.items():
         draft = draft.to(dtype).requires_grad_(False)
+        check_memory(args, draft)
         for k in args.k:
             for context in args.context:
                 torch._dynamo.reset()  # or it counts every shape against its limit
@@ -122,6 +123,19 @@ def time_chains(args, drafts: dict[str, nn.Module]) -> tuple[list[dict], dict, l
                 rows += chain_rows(cell, draft, times, bandwidth)
                 full.append(cell | {"times": times})
     return rows, CHAIN_TABLE, full
+
+
+def check_memory(args, draft: nn.Module) -> None:
+    """ValueError where the caches and the text that fills them cannot fit, even into all the memory of the device."""
+    cfg, size = draft.config, draft.lm_head.weight.element_size()
+    caches = len(kinds(args)) * cfg.num_attention_heads * (cfg.qk_head_dim + cfg.v_head_dim) / 2  # every other is small
+    text = cfg.num_aux_hidden_states * cfg.target_hidden_size
+    needed, there = args.batch * max(args.context) * (caches + text) * size, memory_of(args.device)
+    if needed > there:
+        raise ValueError(
+            f"--batch {args.batch} rows of --context {max(args.context)} need about {needed / 1e9:,.0f} GB, "
+            f"{args.device} has {there / 1e9:,.0f}; take less of either"
+        )
 
 
 def kinds(args) -> dict[str, Callable]:

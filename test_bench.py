@@ -243,6 +243,13 @@ def test_out_is_tried_before_anything_is_measured(tmp_path, monkeypatch, capsys)
     assert "--out" in said and "No space left" in said and said.count("\n") == 1
 
 
+def test_caches_that_cannot_fit_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
+    flags = ["--suite", "decode", "--size", "tiny", "--batch", "4096", "--context", str(1 << 20)]
+    assert bench.cli(flags) == 2
+    assert "error: --batch 4096 rows of --context 1048576 need about" in capsys.readouterr().err
+
+
 def test_a_prompt_file_that_never_ends_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     args = bench.parse(["--suite", "decode", "--prompts", str(tmp_path / "fifo")])
