@@ -5,6 +5,7 @@ Held to saved-tensor hooks and FLOP counts of real steps by the tests. Shapes: B
 hidden, n heads, R kv_lora_rank, V and Vd vocabularies; c bytes per number of the compute dtype.
 """
 
+import os
 import time
 from typing import NamedTuple
 
@@ -157,3 +158,12 @@ def matrix_rate(device: str, dtype: torch.dtype, width: int) -> float:
         x @ x
         times.append(clock(device) - start)
     return 2 * width**3 / min(times[1:])
+
+
+def memory_of(device: str) -> float:
+    """Bytes of it in all; without end where nobody says."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    known = torch.device(device).type == "cpu" and set(names) <= set(os.sysconf_names)
+    return os.sysconf(names[0]) * os.sysconf(names[1]) if known else float("inf")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from files import holds, naming, shapes_in
+from files import check_regular, holds, naming, shapes_in
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 MIN_DOCUMENT, MAX_DOCUMENT, MIN_ANSWER = 160, 768, 64  # bytes, which are the tokens of the built-in vocabulary
@@ -329,12 +329,13 @@ def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
     path = Path(path)
     if path.is_dir():
         names = ("vocab_mapping.pt", "d2t*.npy", "manifest.json", "*.safetensors")
-        found = [x for name in names for x in sorted(path.glob(name))]
+        found = [x for name in names for x in sorted(path.glob(name)) if x.is_file()]
         found = [x for x in found if x.suffix != ".safetensors" or holds(x, "d2t")]
         if len(found) != 1:
             said = ", ".join(x.name for x in found) or f"none of {', '.join(names)}"
             raise ValueError(f"{path} has {said}; one vocabulary map is wanted, name its file")
         path = found[0]
+    check_regular(path, "--draft-vocab")
     with naming(path, "make the map again"):
         ids, t2d = read_map(path)
         check_draft_ids(ids, vocab_size)
@@ -351,7 +352,7 @@ def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
 def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
     """Target ids [Vd] and, where there is one, t2d [V]."""
     if path.suffix == ".json":
-        return torch.tensor(json.loads(path.read_text())["selected_token_ids"]), None
+        return torch.tensor(json.loads(path.read_bytes())["selected_token_ids"]), None
     if path.suffix == ".npy":
         beside = path.with_name(path.name.replace("d2t", "t2d"))
         held = {x.name[:3]: torch.from_numpy(np.load(x)) for x in (path, beside) if x.is_file()}
@@ -360,12 +361,19 @@ def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
             held = {name: file.get_tensor(name) for name in ("d2t", "t2d") if name in shapes_in(file)}
     else:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    if "d2t" not in held or held["d2t"].ndim != 1:
-        raise ValueError(f"it has no row of offsets d2t, but {sorted(held)}")
+    if not isinstance(held, dict) or not isinstance(held.get("d2t"), Tensor) or held["d2t"].ndim != 1:
+        raise ValueError(f"it has no row of offsets d2t, but {list(held) if isinstance(held, dict) else type(held)}")
+    check_whole(held["d2t"])
     return held["d2t"].long() + torch.arange(len(held["d2t"])), held.get("t2d")
 
 
+def check_whole(x: Tensor) -> None:
+    if x.ndim != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"it gives {x.dtype} {list(x.shape)}; a row of whole numbers is wanted")
+
+
 def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
+    check_whole(ids)
     distinct = ids.unique().numel()
     if not 0 < distinct == len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
         span = f"{ids.min()}..{ids.max()}" if len(ids) else "nothing"

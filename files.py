@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -35,6 +36,15 @@ def naming(path: Path, todo: str = "capture it again, or skip damaged files"):
 def reason_of(error: Exception) -> str:
     kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
     return " ".join(f"{kind}{error}".split())[:300]
+
+
+def check_regular(path: Path, role: str) -> None:
+    """ValueError where reading would wait for others or never end. role: what names it, as in "--data"."""
+    mode = path.stat().st_mode
+    kinds = {stat.S_ISFIFO: "a FIFO", stat.S_ISSOCK: "a socket", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device"}
+    for test, kind in kinds.items():
+        if test(mode):
+            raise ValueError(f"{role} {path} is {kind}; a file is wanted")
 
 
 def read_json(path: Path, keys) -> dict:

@@ -1,6 +1,7 @@
 """Claims about bench.py: what it compares is the same mathematics, and its formulas count what autograd really does."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
+import bench_decode
 from bench import Baseline, Cell, Ours, make_batch, make_config
 from costs import model_flops, saved_by_baseline, saved_by_ours, workload
 from draft_deepseek import build_rows, valid_slots
@@ -197,12 +199,62 @@ def test_the_shapes_suite_ends_in_json(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--rounds", "0"], ["--share", "1.5"], ["--row-tokens", "0"], ["--suite", "h200"]]
+    "arguments",
+    [
+        ["--rounds", "0"],
+        ["--share", "1.5"],
+        ["--row-tokens", "0"],
+        ["--suite", "h200"],
+        ["--row-tokens", "1000000"],
+        ["--row-tokens", "1000000000000"],
+        ["--threads", "1000000"],
+        ["--k", "1000"],
+        ["--temperature", "nan"],
+        ["--new-tokens", "1000000000"],
+        ["--prompts", ""],
+        ["--model", ""],
+        ["--run", ""],
+        ["--out", ""],
+    ],
 )
 def test_bad_input_is_named_with_exit_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(arguments)
-    assert stop.value.code == 2 and arguments[0] in capsys.readouterr().err.splitlines()[-1]
+    assert bench.cli(arguments) == 2
+    said = capsys.readouterr().err
+    assert arguments[0] in said and said.count("\n") == 1
+
+
+def test_out_is_tried_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "there").write_text("mine")
+    monkeypatch.setattr(bench, "SUITES", dict.fromkeys(bench.SUITES))  # whatever would measure fails
+    for out, said in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "there", "exists already"),
+        (tmp_path / "a" / "b", "no such"),
+    ):
+        assert bench.cli(["--out", str(out)]) == 2
+        assert said in capsys.readouterr().err and (tmp_path / "there").read_text() == "mine"
+
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.tempfile, "TemporaryFile", full)
+    assert bench.cli(["--out", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert "--out" in said and "No space left" in said and said.count("\n") == 1
+
+
+def test_caches_that_cannot_fit_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
+    flags = ["--suite", "decode", "--size", "tiny", "--batch", "4096", "--context", str(1 << 20)]
+    assert bench.cli(flags) == 2
+    assert "error: --batch 4096 rows of --context 1048576 need about" in capsys.readouterr().err
+
+
+def test_a_prompt_file_that_never_ends_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    args = bench.parse(["--suite", "decode", "--prompts", str(tmp_path / "fifo")])
+    with pytest.raises(ValueError, match="--prompts .* is a FIFO"):
+        bench_decode.load_prompts(args, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -25,9 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from entry import ending, guard_loading, handle_signals, interrupt
+
 # OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
 # on the same cores. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ in ("__main__", "__mp_main__"):  # what follows takes seconds to load
+    guard_loading(__name__)
 
 import torch
 import torch.distributed as dist
@@ -37,12 +41,12 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from capture import send, write_capture
-from costs import even_workload, matrix_rate, model_flops, step_memory
+from costs import even_workload, matrix_rate, memory_of, model_flops, step_memory
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
 from files import is_part, remove, remove_parts, replace_with, to_json
-from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
+from settings import DRAFT_VOCAB, Settings, flag, is_built_in, parse, resolve
 from sources import FollowedRows, Rows, Source, conversations, make_rows, open_source
 from target import Target, load_tokenizer
 
@@ -50,9 +54,9 @@ from target import Target, load_tokenizer
 
 
 def main(argv=None) -> None:
-    given, instead = parse(argv)
+    handle_signals(interrupt)  # unwinds, whatever is being done
+    given, instead = parse(argv, __doc__)
     transformers_logging.disable_progress_bar()  # one for every file that is read or written
-    signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
     if instead.export:
         return export(load_draft(instead.export[0]), Path(instead.export[1]), given.export_dtype)
     args = resolve(given)
@@ -71,6 +75,7 @@ def main(argv=None) -> None:
         ranks.print(plan(args, ranks, source, draft, rows))
         if instead.dry_run:
             return
+        check_memory(args, step_bytes(args, draft, rows.make.anchors))
         loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
         compile_loss(loss, args.compile)
         check = functools.partial(evaluate, args, ranks, loss, held_out)
@@ -94,10 +99,6 @@ def finish(args: Settings, run: Path, draft: nn.Module, result: dict) -> None:
         export(draft, run / "draft", args.export_dtype)
     replace_with(run / "result.json", lambda half: half.write_text(to_json(result) + "\n"))
     report(args, run, result)
-
-
-def interrupt(number, frame):
-    raise KeyboardInterrupt
 
 
 class Ranks(NamedTuple):
@@ -230,14 +231,13 @@ def send_conversations(args: Settings, url: str, out: str) -> None:
 def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: Rows | FollowedRows) -> str:
     """What the run will be, and what it needs by formula: rows, fill, steps, memory, hours at the matrix rate."""
     cfg, t, a, s = draft.config, args.row_tokens, rows.make.anchors, args.ttt_steps
-    trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad == x) for x in (True, False))
+    trained, memory = parameters_of(draft, trained=True), step_bytes(args, draft, a)
     tokens, anchors = (sum(column) for column in zip(*rows.sizes, strict=True))
     learned = source.training.learned
     per_step, batches = args.accumulate * ranks.world, rows.per_epoch
     steps = args.steps or rows.steps_after(0, per_step)
     epochs, count = steps * per_step / batches, batches * args.batch_rows
-    form, c = "step" if args.recompute == "step" else "ours", 2 if args.precision == "bfloat16" else 4
-    memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, a / t, c, form, s).values())
+    c = 2 if args.precision == "bfloat16" else 4
     width = len(source.aux_layers) * source.hidden_size + source.width
     keys = int(sum(a * s * (n - a / 2) for n, a in rows.sizes))  # answers end their documents
     flops = epochs * sum(model_flops(cfg, **even_workload(tokens, anchors, learned, keys, s)).values())
@@ -253,6 +253,28 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
         f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
         f"at the matrix rate of {args.device}"
     )
+
+
+def parameters_of(draft: nn.Module, trained: bool) -> int:
+    return sum(p.numel() for p in draft.parameters() if p.requires_grad == trained)
+
+
+def step_bytes(args: Settings, draft: nn.Module, anchors: int) -> int:
+    """Of an optimizer step at its peak; the rows of all its micro-batches are made before the first is used."""
+    t, c = args.row_tokens, 2 if args.precision == "bfloat16" else 4
+    counts, form = [parameters_of(draft, x) for x in (True, False)], "step" if args.recompute == "step" else "ours"
+    parts = step_memory(draft.config, *counts, args.batch_rows * t, anchors / t, c, form, args.ttt_steps)
+    return sum(parts.values()) + (args.accumulate - 1) * (parts["batch"] + parts["teacher"])
+
+
+def check_memory(args: Settings, needed: int) -> None:
+    """ValueError where a step cannot fit, even into all the memory of the device."""
+    if needed > (there := memory_of(args.device)):
+        shape = ("row_tokens", "batch_rows", "accumulate", "ttt_steps")
+        raise ValueError(
+            f"a step needs about {needed / 1e9:,.1f} GB, {args.device} has {there / 1e9:,.1f}; take less of "
+            f"{', '.join(f'{flag(name)} {getattr(args, name)}' for name in shape)}, or --recompute step"
+        )
 
 
 def is_servable(draft: nn.Module) -> bool:
@@ -583,18 +605,7 @@ def report(args: Settings, run: Path, result: dict) -> None:
 
 def cli(argv=None) -> int:
     """main with its failures as one line and an exit code."""
-    try:
-        main(argv)
-    except ValueError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, NotADirectoryError | FileExistsError | PermissionError) else 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; --resume with the run's --name goes on, or --capture and --send again", file=sys.stderr)
-        return 130
-    return 0
+    return ending("train.py", main, argv, "; --resume with the run's --name goes on, or --capture and --send again")
 
 
 if __name__ == "__main__":
