@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -160,23 +159,11 @@ def test_answers_end_their_documents_and_make_up_the_share(share):
     assert valid_slots(batch.document, batch.loss_mask, 1).sum() <= batch.loss_mask.sum()
 
 
-def test_the_last_line_of_the_train_suite_is_json(tmp_path):
+def test_the_last_line_of_the_train_suite_is_json(tmp_path, capsys):
     out = tmp_path / "full.json"
-    command = [
-        sys.executable,
-        bench.__file__,
-        "--size",
-        "tiny",
-        "--row-tokens",
-        "64",
-        "--share",
-        "0.5",
-        "--rounds",
-        "1",
-    ]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result, full = json.loads(done.stdout.splitlines()[-1]), json.loads(out.read_text())
+    flags = ["--size", "tiny", "--row-tokens", "64", "--share", "0.5", "--rounds", "1", "--threads", "1", "--out"]
+    bench.main([*flags, str(out)])
+    result, full = json.loads(capsys.readouterr().out.splitlines()[-1]), json.loads(out.read_text())
     baseline, ours = result["rows"]
     assert (baseline["implementation"], ours["implementation"]) == ("baseline", "ours eager")
     assert baseline["faster"] == 1.0 and ours["faster"] > 0 and 0 < ours["mfu"] < 1

@@ -87,13 +87,13 @@ def states(target, documents):
 
 @pytest.fixture(scope="module")
 def raw_last(target, documents):
-    """The last layer's output before the final norm, from a hook on it."""
-    found = []
-    handle = target.layers[-1].register_forward_hook(lambda module, args, out: found.append(out[0].detach()))
-    for d in documents:
-        target.states(d.tokens[None])
+    """The last layer's output before the final norm, from a hook on it, in the batch that `states` come from."""
+    lengths, found = [len(d.tokens) for d in documents], []
+    handle = target.layers[-1].register_forward_hook(lambda module, args, out: found.append(out.detach()))
+    target.capture([d.tokens for d in documents])
     handle.remove()
-    return found
+    ((rows,), (order,)) = found, target.batches(lengths)
+    return [rows[order.index(i), :length].clone() for i, length in enumerate(lengths)]
 
 
 def batch(documents, states, head, draft_ids=DRAFT_IDS):

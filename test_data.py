@@ -110,11 +110,11 @@ def run(runs, name, *flags):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """100 conversations as messages and the same number in ShareGPT's form, some of them of no use."""
-    folder, pairs = tmp_path_factory.mktemp("chats"), python_documents(True)[:196]
-    messages = [{"messages": turns(p[:90], a[:120], "again", a[120:200] or "b")} for p, a in pairs[:98]]
+    """50 conversations as messages and the same number in ShareGPT's form, some of them of no use."""
+    folder, pairs = tmp_path_factory.mktemp("chats"), python_documents(True)[:96]
+    messages = [{"messages": turns(p[:90], a[:120], "again", a[120:200] or "b")} for p, a in pairs[:48]]
     shared = [
-        {"conversations": [{"from": "human", "value": p[:90]}, {"from": "gpt", "value": a[:99]}]} for p, a in pairs[98:]
+        {"conversations": [{"from": "human", "value": p[:90]}, {"from": "gpt", "value": a[:99]}]} for p, a in pairs[48:]
     ]
     messages += [{"messages": turns("a question without an answer")}, {"messages": []}]
     shared += [
@@ -128,13 +128,13 @@ def chats(tmp_path_factory):
 
 def test_conversations_train_end_to_end(runs, chats, capsys):
     files = chats / "messages.jsonl", chats / "shared.jsonl"
-    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 20, "--batch-rows", 4)
+    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 10, "--batch-rows", 4)
     said = capsys.readouterr().out
-    assert "196 of 200 conversations" in said and "no assistant turn" in said and "an unknown role" in said
+    assert "96 of 100 conversations" in said and "no assistant turn" in said and "an unknown role" in said
     assert "the prompt fills the row" in said and "warning: the target would have said only" in said
     assert sum(line["supervised"] for line in lines) > 0 and lines[-1]["loss"] < lines[0]["loss"]
     evaluations = [json.loads(line) for line in (runs / "chats" / "eval.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in evaluations] == list(range(20, len(lines), 20)) and evaluations
+    assert [x["step"] for x in evaluations] == list(range(10, len(lines), 10)) and evaluations
     result = json.loads((runs / "chats" / "result.json").read_text())
     assert result["by_position"].keys() == {"0-2K"} and result["by_position"]["0-2K"]["walked"] == result["walked"]
 
@@ -143,7 +143,7 @@ def test_a_dry_run_says_what_a_run_needs_and_leaves_nothing(runs, chats, capsys)
     before = sorted(path for path in runs.rglob("*") if "tokens" not in path.parts)
     train.main(["--runs", str(runs), "--name", "dry", *SHORT, "--data", str(chats), "--dry-run", "--epochs", "2"])
     said = capsys.readouterr().out
-    assert "196 of 200" in said and "slots and" in said and "GB a rank" in said and "FLOP" in said
+    assert "96 of 100" in said and "slots and" in said and "GB a rank" in said and "FLOP" in said
     assert sorted(path for path in runs.rglob("*") if "tokens" not in path.parts) == before
 
 
@@ -196,7 +196,7 @@ def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captur
     arriving, output = tmp_path / "arriving", tmp_path / "output"
     arriving.mkdir()
     files = sorted((captured / "hidden_states").glob("*.safetensors"))
-    for path in files[:40]:
+    for path in files[:30]:
         shutil.copy(path, arriving)
     flags = ["--data", chats, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--follow", arriving]
     argv = ["--runs", str(runs), "--name", "waiting", *SHORT, *map(str, flags)]
@@ -208,8 +208,8 @@ def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captur
     os.kill(process.pid, signal.SIGTERM)
     assert "interrupted" in finish(process, output, 130)
     done = log.read_text().count("\n")
-    assert (runs / "waiting" / "checkpoints" / f"step-{done:08d}").exists() and len(list(arriving.iterdir())) < 40
-    for path in files[40:]:
+    assert (runs / "waiting" / "checkpoints" / f"step-{done:08d}").exists() and len(list(arriving.iterdir())) < 30
+    for path in files[30:]:
         shutil.copy(path, arriving)
     (arriving / "STOP").touch()
     finish(start([*argv, "--resume"], output), output, 0)
@@ -225,7 +225,7 @@ def test_a_stream_of_other_texts_is_given_up_and_kept(runs, chats, captured, tmp
     flags = ["--data", other, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--follow", arriving]
     with pytest.raises(ValueError, match="none of the first 10 files"):
         run(runs, "other", *flags)
-    assert len([path for path in arriving.iterdir() if path.suffix in (".safetensors", ".unknown")]) == 196
+    assert len([path for path in arriving.iterdir() if path.suffix in (".safetensors", ".unknown")]) == 96
     with pytest.raises(ValueError, match="--follow-gb is 0.001"):  # it would wait for a pause to end that it asked for
         run(runs, "little", *flags, "--follow-gb", 0.001)
     empty = tmp_path / "empty"
@@ -284,7 +284,7 @@ class FakeVLLM(BaseHTTPRequestHandler):
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.answer({"choices": [], "kv_transfer_params": {"hidden_states_path": str(path)}})  # before it is there
-            time.sleep(0.3 * (len(self.server.seen) == 98))
+            time.sleep(0.3 * (len(self.server.seen) == 48))
             save_file({"hidden_states": hidden, "token_ids": tokens}, path)
 
     def answer(self, value):
@@ -322,10 +322,10 @@ def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured,
     one = [chats / "messages.jsonl"]
     flags = ["--runs", runs, *SHORT, "--data", *one, "--model", model]
     train.main([*map(str, flags), "--send", url, str(vllm.folder)])
-    assert (vllm.folder / "STOP").exists() and len(vllm.seen) == 98
-    assert len(list(vllm.folder.glob("*.safetensors"))) == 98  # the last one, too, though it came late
+    assert (vllm.folder / "STOP").exists() and len(vllm.seen) == 48
+    assert len(list(vllm.folder.glob("*.safetensors"))) == 48  # the last one, too, though it came late
     train.main([*map(str, flags), "--send", url, str(vllm.folder)])  # all were sent: nothing is sent twice
-    assert len(vllm.seen) == 98
+    assert len(vllm.seen) == 48
     how = ["--model", model, "--draft-vocab", 96, "--steps", 4, "--lr", 2e-3]
     lines = run(runs, "sent", "--data", vllm.folder, *how)
     online = run(runs, "sent-online", "--data", *one, *how)

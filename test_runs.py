@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parent
 FORK = multiprocessing.get_context("fork")  # a child has all that is imported and parsed: a run starts in a second
 
 
-SHORT = ["--row-tokens", "512", "--eval-rows", "1", "--decode-prompts", "1", "--decode-tokens", "9"]
+SHORT = ["--row-tokens", "256", "--ttt-steps", "3", "--eval-rows", "1", "--decode-prompts", "1", "--decode-tokens", "9"]
 SHORT += ["--save-every", "3", "--device", "cpu", "--documents", "100"]
 
 
@@ -63,16 +64,20 @@ def finish(process, output, code):
     return output.read_text()
 
 
-def torchrun(runs, name, *flags):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517"]
-    return subprocess.Popen(
-        [*launcher, "train.py", *command(runs, name, *flags)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def free_port():
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def start_ranks(argv, folder):
+    """`train.py argv` as torchrun starts it on two ranks: its processes, each with the file of its output."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    ranks = [job | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    outputs = [folder / f"output-{rank}" for rank in range(2)]
+    return [
+        (start(argv, output, lambda rank=rank: os.environ.update(rank)), output)
+        for rank, output in zip(ranks, outputs, strict=True)
+    ]
 
 
 def weights(runs, name, step):
@@ -93,7 +98,9 @@ def assert_same_run(runs, one, two, step):
 
 @pytest.mark.parametrize("preset", ["deepseek-v3", "kimi-k3"])
 def test_a_run_trains_evaluates_and_exports(runs, preset, capsys):
-    train.main(command(runs, f"run-{preset}", "--target", preset, "--steps", 4, "--export-dtype", "float32"))
+    train.main(
+        command(runs, f"run-{preset}", "--target", preset, "--steps", 4, "--ttt-steps", 7, "--export-dtype", "float32")
+    )
     output = capsys.readouterr().out
     assert "simulated" in output and "1 of 1 identical" in output
     run = runs / f"run-{preset}"
@@ -126,7 +133,7 @@ WHOLE = ["--steps", 7, "--accumulate", 2]
 @pytest.mark.parametrize("cut", [1, 4, pytest.param(57, marks=pytest.mark.slow)])
 def test_resumed_equals_undisturbed_bit_for_bit(runs, cut, monkeypatch):
     steps = 100 if cut == 57 else 7
-    flags = ["--steps", steps, "--row-tokens", 256 if cut == 57 else 512]
+    flags = ["--steps", steps]
     if not (runs / f"plain-{steps}").exists():
         train.main(command(runs, f"plain-{steps}", *flags))
     save = train.save_checkpoint
@@ -172,7 +179,7 @@ def test_sigterm_in_any_phase_leaves_a_run_that_resumes(runs, whole, module, nam
     assert not list((runs / run).rglob("*.part"))
 
 
-def test_sigterm_while_the_target_is_made_leaves_no_target_and_a_run_that_resumes(tmp_path):
+def test_sigterm_while_the_target_is_made_leaves_no_target_and_a_run_that_resumes(tmp_path, short_training):
     def quick():
         target.TINY_STEPS = {"deepseek-v3": 3}
         if stopping:
@@ -190,7 +197,7 @@ def test_sigterm_while_the_target_is_made_leaves_no_target_and_a_run_that_resume
 def test_killed_at_random_moments_ends_as_if_undisturbed(runs, kills, tmp_path):
     rng, name, output = random.Random(kills), f"killed-{kills}", tmp_path / "output"
     steps = 3 * kills
-    flags = ["--steps", steps, "--save-every", 1, "--row-tokens", 256]
+    flags = ["--steps", steps, "--save-every", 1]
     train.main(command(runs, f"calm-{kills}", *flags))
     for _ in range(kills):
         before = newest(runs / name)
@@ -627,7 +634,7 @@ def documents_for(batches: int, row_tokens: int, steps: int = 3) -> int:
     """How many corpus documents make `batches` rows in the first epoch of seed 0."""
     tokenizer = byte_tokenizer()
     documents = [cut_to(d, row_tokens) for d in answered(tokenizer, python_documents(False)[:300])]
-    for n in range(20, 300):
+    for n in range(4, 300):
         kept = [d for d in documents[:n] if anchors_of(d.loss_mask, steps)]
         sizes = sizes_of(kept, steps)
         if len(pack(sizes, row_tokens, choose_capacity(sizes, row_tokens), random.Random("0/0"))) == batches:
@@ -636,7 +643,7 @@ def documents_for(batches: int, row_tokens: int, steps: int = 3) -> int:
 
 
 def test_ten_micro_batches_at_accumulation_4_are_three_steps(runs):
-    flags = ["--documents", documents_for(10, 1024), "--epochs", 1, "--row-tokens", 1024, "--ttt-steps", 3]
+    flags = ["--documents", documents_for(10, 512), "--epochs", 1, "--row-tokens", 512]
     train.main(command(runs, "ten-1", *flags, "--accumulate", 1))
     train.main(command(runs, "ten-4", *flags, "--accumulate", 4))
     single = [line["supervised"] for line in log(runs, "ten-1")]
@@ -644,25 +651,27 @@ def test_ten_micro_batches_at_accumulation_4_are_three_steps(runs):
     assert [line["supervised"] for line in log(runs, "ten-4")] == [sum(single[i : i + 4]) for i in (0, 4, 8)]
 
 
-def test_two_ranks_equal_one_process_and_resume_on_one(runs):
-    """20 steps at accumulation 4; in the last window the second rank has no rows."""
-    flags = ["--documents", documents_for(153, 256), "--row-tokens", 256, "--epochs", 1, "--save-every", 10]
-    flags += ["--ttt-steps", 3]
-    ranks = torchrun(runs, "ranks-2", *flags, "--accumulate", 4)
-    train.main(command(runs, "ranks-1", *flags, "--accumulate", 8))
-    output = ranks.communicate(timeout=280)[0]
-    assert ranks.returncode == 0, output[-3000:]
-    for part in ("settings.json", "checkpoints/step-00000010"):
-        source = runs / "ranks-2" / part
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, make_parent(runs / "ranks-21" / part))
-    train.main(command(runs, "ranks-21", *flags, "--resume", "--accumulate", 8))
-    one, lines = weights(runs, "ranks-1", 20), log(runs, "ranks-1")
-    assert len(lines) == 20 and lines[-1]["supervised"] < lines[-2]["supervised"] / 4
-    for name in ("ranks-2", "ranks-21"):
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_ranks_equal_one_process_and_resume_on_one(runs, steps, tmp_path):
+    """At accumulation 4; in the last window the second rank has no rows."""
+    documents, half = documents_for(8 * (steps - 1) + 1, 256), steps // 2
+    flags = ["--documents", documents, "--epochs", 1, "--save-every", half]
+    names = single, double, resumed = [f"ranks-{kind}-{steps}" for kind in ("1", "2", "21")]
+    ranks = start_ranks(command(runs, double, *flags, "--accumulate", 4), tmp_path)
+    train.main(command(runs, single, *flags, "--accumulate", 8))
+    for process, output in ranks:
+        finish(process, output, 0)
+    for part in ("settings.json", f"checkpoints/step-{half:08d}"):
+        source = runs / double / part
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, make_parent(runs / resumed / part))
+    train.main(command(runs, resumed, *flags, "--resume", "--accumulate", 8))
+    one, lines = weights(runs, single, steps), log(runs, single)
+    assert len(lines) == steps and lines[-1]["supervised"] < lines[-2]["supervised"] / 4
+    for name in names[1:]:
         for a, b in zip(lines[-len(log(runs, name)) :], log(runs, name), strict=True):
             assert a["supervised"] == b["supervised"] and abs(a["loss"] - b["loss"]) < 1e-5 * a["loss"], (a, b)
             assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-4 * a["grad_norm"]
-        for key, x in weights(runs, name, 20).items():
+        for key, x in weights(runs, name, steps).items():
             assert (x.double() - one[key].double()).abs().max() <= 1e-4 * one[key].double().abs().max(), (name, key)
 
 
@@ -682,7 +691,6 @@ def windows(empty: bool):
 
 def one_window(rank, world, empty, port, queue):
     """Gradients of one optimizer step, on `world` ranks."""
-    torch.set_num_threads(1)
     draft, rows = windows(empty)
     parameters = [p for p in draft.parameters() if p.requires_grad]
     optimizer = train.make_optimizer(train.resolve(train.Settings(device="cpu")), parameters)
@@ -702,9 +710,8 @@ def one_window(rank, world, empty, port, queue):
 
 @pytest.mark.parametrize("empty", [False, True])
 def test_gradients_agree_over_ranks_and_with_one_process(empty):
-    spawn = multiprocessing.get_context("spawn")
-    queue = spawn.Queue()
-    processes = [spawn.Process(target=one_window, args=(r, 2, empty, 29531 + empty, queue)) for r in range(2)]
+    queue, port = FORK.Queue(), free_port()
+    processes = [FORK.Process(target=one_window, args=(r, 2, empty, port, queue)) for r in range(2)]
     for process in processes:
         process.start()
     alone = []
@@ -718,13 +725,25 @@ def test_gradients_agree_over_ranks_and_with_one_process(empty):
 
 
 def test_a_killed_rank_ends_the_job_with_an_error(runs):
-    job = torchrun(runs, "lost", "--steps", 1000)
+    """By torchrun itself. On data of its own, so that neither rank cuts the corpus."""
+    rows = [{"input_ids": list(range(i, i + 50)), "loss_mask": [0] * 9 + [1] * 41} for i in range(40)]
+    (runs / "lost.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--master-port", str(free_port()), "train.py"]
+    job = subprocess.Popen(
+        [*launcher, *command(runs, "lost", "--steps", 1000, "--data", runs / "lost.jsonl")],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     deadline = time.monotonic() + 120
     while not (runs / "lost" / "log.jsonl").exists() and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert (runs / "lost" / "log.jsonl").exists()
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    job.communicate(timeout=100)  # raises if it hangs
+    job.wait(100)  # raises if it hangs
     assert job.returncode != 0
 
 

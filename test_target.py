@@ -24,22 +24,6 @@ from target import PAD, Target, byte_tokenizer, default_aux_layers, load_target,
 PRESETS = ["deepseek-v3", "kimi-k3"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def short_training():
-    """Tiny targets train on little text here; what they are does not depend on it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_module, "BATCH_TOKENS", 512)
-        patch.setattr(target_module, "python_documents", lambda held_out, seed=0: python_documents(True, seed)[:40])
-        yield
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """Directories of both tiny targets, hardly trained."""
-    folder = tmp_path_factory.mktemp("targets")
-    return {preset: tiny_target(preset, folder / preset, progress=False, steps=3) for preset in PRESETS}
-
-
 @pytest.fixture(scope="session")
 def held_out(tiny):
     tokenizer = load_target(tiny["deepseek-v3"]).tokenizer
