@@ -352,10 +352,14 @@ def run_fast(draft, batch, steps=7, anchors=None, denominators=None, mean_alpha=
     return SimpleNamespace(rows=rows, hidden=hidden, loss=value.detach(), metrics=metrics, gradients=gradients)
 
 
+def make_chunks(draft, batch, **options):
+    inputs = {k: v for k, v in batch.items() if k != "target_logits"}
+    return RowChunks(draft.draft_ids, **inputs, **options)
+
+
 def run_chunks(draft, batch, chunk, steps=7, denominators=None, **loss):
     """The same of `learn`, in chunks of so many anchors a row; anchors [B,all] as chunks hold them."""
-    inputs = {k: v for k, v in batch.items() if k != "target_logits"}
-    rows = RowChunks(draft.draft_ids, **inputs, steps=steps, chunk=chunk)
+    rows = make_chunks(draft, batch, steps=steps, chunk=chunk)
     if denominators is not None:
         rows.denominators = denominators
     draft.zero_grad(set_to_none=True)
@@ -582,8 +586,7 @@ def test_random_rows_in_random_chunks_equal_the_whole_row():
 def test_without_gradients_chunks_evaluate_and_gradients_add_up():
     draft, _ = make_draft("deepseek")
     batch = make_batch([[30]], share=0.8)
-    want, inputs = run_fast(draft, batch), {k: v for k, v in batch.items() if k != "target_logits"}
-    loss, rows = TTTLoss(draft), RowChunks(draft.draft_ids, **inputs, chunk=4)
+    want, loss, rows = run_fast(draft, batch), TTTLoss(draft), make_chunks(draft, batch, chunk=4)
     draft.zero_grad(set_to_none=True)
     with torch.no_grad():
         value, metrics = loss.learn(rows)
@@ -599,9 +602,7 @@ def test_without_gradients_chunks_evaluate_and_gradients_add_up():
 def test_a_chunk_holds_the_teacher_of_its_own_tokens_alone():
     draft, _ = make_draft("deepseek")
     batch = make_batch([[25, 40], [-5, 60]], share=0.7)
-    inputs = {k: v for k, v in batch.items() if k != "target_logits"}
-    p = batch["target_logits"][..., DRAFT_IDS].softmax(-1)
-    rows = RowChunks(draft.draft_ids, **inputs, steps=5, chunk=8)
+    p, rows = batch["target_logits"][..., DRAFT_IDS].softmax(-1), make_chunks(draft, batch, steps=5, chunk=8)
     assert len(rows) > 4
     for chunk in rows:
         assert chunk.teacher.shape == (2, 8 + 4, 16) and chunk.anchors.shape == (2, 8)

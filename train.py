@@ -261,11 +261,17 @@ def flex_compiles(device: str) -> bool:
     return True
 
 
-def compile_loss(loss: TTTLoss, mode: str) -> None:
-    """Make the S-step loss one static graph; the only place that compiles. mode: off, default or max-autotune."""
-    if mode != "off":
-        torch._dynamo.config.recompile_limit = 16  # two capacities, in training and evaluation, and some to spare
-        loss.compile(fullgraph=True, dynamic=False, mode=mode)
+def compile_loss(loss: TTTLoss, mode: str | None, **options) -> None:
+    """Make the keys of a row and the S-step loss of a chunk one static graph each, whatever the row's number of chunks;
+    the only place that compiles. mode: off, or torch.compile's; its other options as they are.
+
+    Chunks are captured as CUDA graphs by max-autotune. The keys are a few large kernels, which gain nothing by it.
+    """
+    if mode == "off":
+        return
+    plain = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
+    loss.keys = torch.compile(loss.keys, fullgraph=True, dynamic=False, mode=plain, **options)
+    loss.chunk = torch.compile(loss.chunk, fullgraph=True, dynamic=False, mode=mode, **options)
 
 
 def autocast(args: Settings):
