@@ -21,7 +21,9 @@ V target vocabulary, Vd draft vocabulary; in einops patterns b t a s h n r d v, 
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import MISSING, fields
+from functools import partial
 from itertools import accumulate, pairwise
 from operator import mul
 from pathlib import Path
@@ -463,7 +465,11 @@ class RMSNorm(nn.Module):
 
 
 def upcast(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(at_least_float32(x))
+
+
+def at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 # --------------------------------------------------------------------------------------------------------------- RoPE
@@ -687,12 +693,12 @@ def attend_cpu(q: Tensor, k: Tensor, v: Tensor, first: Tensor, last: Tensor, sca
 
     An operator of its own, because those spans are read from the data: compiled graphs call it as it is.
     """
-    width, dv = padded_width(q, v), v.shape[-1]
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    o, lse = torch.zeros_like(q), upcast(q[..., 0]).new_full(q.shape[:3], float("-inf"))
+    pad, dv = padding_for(q, v), v.shape[-1]
+    o, lse = v.new_zeros(*q.shape[:3], dv), upcast(q[..., 0]).new_full(q.shape[:3], float("-inf"))
     for b, a, t, mask in anchor_blocks(first, last, q.dtype):
-        o[b, :, a], lse[b, :, a] = flash(q[b, :, a], k[b, :, t], v[b, :, t], attn_mask=mask, scale=scale)
-    return o[..., :dv].contiguous(), lse
+        found, lse[b, :, a] = flash(pad(q[b, :, a]), pad(k[b, :, t]), pad(v[b, :, t]), attn_mask=mask, scale=scale)
+        o[b, :, a] = found[..., :dv]
+    return o, lse
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend_cpu_backward", mutates_args=())
@@ -702,18 +708,17 @@ def attend_cpu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The kernel's backward forms dS = P (dO V' - sum(dO O)). A spare channel with V = 0, dO = 1, O = -dlse makes that
     dS = P (dO V' - sum(dO O) + dlse): the gradient of the log-sum-exp, at no cost."""
-    width, d, dv = padded_width(q, v), q.shape[-1], v.shape[-1]
-    d_o = F.pad(torch.cat([d_o, torch.ones_like(d_o[..., :1])], -1), (0, width - dv - 1))
-    o = F.pad(torch.cat([o, -d_lse[..., None].to(o.dtype)], -1), (0, width - dv - 1))
-    q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-    dq, dk, d_v = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    pad, d, dv = padding_for(q, v), q.shape[-1], v.shape[-1]
+    dq, dk, d_v = (x.new_zeros(x.shape) for x in (q, k, v))
     for b, a, t, mask in anchor_blocks(first, last, q.dtype):
-        at = (d_o[b, :, a], q[b, :, a], k[b, :, t], v[b, :, t], o[b, :, a], lse[b, :, a])
+        d_out = pad(torch.cat([d_o[b, :, a], torch.ones_like(d_o[b, :, a, :1])], -1))
+        out = pad(torch.cat([o[b, :, a], -d_lse[b, :, a, None].to(o.dtype)], -1))
+        at = (d_out, pad(q[b, :, a]), pad(k[b, :, t]), pad(v[b, :, t]), out, lse[b, :, a])
         grads = flash_backward(*at, 0.0, False, attn_mask=mask, scale=scale)
-        dq[b, :, a] = grads[0]
-        dk[b, :, t] += grads[1]
-        d_v[b, :, t] += grads[2]
-    return dq[..., :d].contiguous(), dk[..., :d].contiguous(), d_v[..., :dv].contiguous()
+        dq[b, :, a] = grads[0][..., :d]
+        dk[b, :, t] += grads[1][..., :d]
+        d_v[b, :, t] += grads[2][..., :dv]
+    return dq, dk, d_v
 
 
 def anchor_blocks(first: Tensor, last: Tensor, dtype: torch.dtype, rows: int = 256):
@@ -739,8 +744,10 @@ flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def padded_width(q: Tensor, v: Tensor) -> int:
-    return max(q.shape[-1], v.shape[-1] + 1)  # the kernel wants equal widths, the backward one spare value channel
+def padding_for(q: Tensor, v: Tensor):
+    """Pads to the equal widths that the kernel wants, with one spare value channel for its backward."""
+    width = max(q.shape[-1], v.shape[-1] + 1)
+    return lambda x: F.pad(x, (0, width - x.shape[-1]))
 
 
 @attend_cpu.register_fake
@@ -769,14 +776,14 @@ attend_cpu.register_autograd(_backward, setup_context=_save)
 
 
 class RowBatch(NamedTuple):
-    """What the S-step loss reads. Unshifted, tensors only, static in B, T and A."""
+    """What the S-step loss reads: rows and some of their anchors. Unshifted, tensors only, static in B, T and A."""
 
     tokens: Tensor  # [B,T]
     document: Tensor  # [B,T] documents are contiguous; -1 padding
     position: Tensor  # [B,T] of step 0
     features: Tensor  # [B,T,num_aux*H_target]
     anchors: Tensor  # [B,A] ascending slots; -1 unused
-    teacher: Tensor  # [B,A,Vd] p of the supervised tokens of the row, in order
+    teacher: Tensor  # [B,U,Vd] p of the learned tokens that these anchors feed, in order
     teacher_index: Tensor  # [S,B,A] row of teacher; -1 not supervised
     valid: Tensor  # [S,B,A]
     denominators: Tensor  # [S] supervised slots of each step in the whole optimizer step
@@ -784,7 +791,6 @@ class RowBatch(NamedTuple):
     mean_alpha: Tensor | None = None  # [S] mean acceptance over them, for "lambda"; None: over this batch's
 
 
-@torch.no_grad()
 def build_rows(
     draft_ids,
     tokens,
@@ -799,52 +805,138 @@ def build_rows(
     anchors=None,
     denominators=None,
 ) -> RowBatch:
-    """A batch: which slots are anchors, what each learns at each step, and the teacher of each supervised token once.
+    """One batch of all anchors of the rows, for `TTTLoss.forward`; arguments and errors are those of `RowChunks`.
+
+    anchors: the capacity A, None for the most of any row; denominators [S]: supervised slots of each step over the
+    whole optimizer step, None for this batch's. ValueError: more anchors than capacity.
+    """
+    rows = RowChunks(
+        draft_ids, tokens, document, position, features, loss_mask, last_hidden, head, steps=steps, chunk=anchors
+    )
+    if len(rows) > 1:
+        raise ValueError(f"a row needs {rows.most} anchors, the capacity is {anchors}; raise it or leave it out")
+    if denominators is not None:
+        rows.denominators = denominators.to(features.device, torch.float32)
+    return next(iter(rows))
+
+
+def default_chunk(slots: int, device) -> int:
+    """Anchors of a chunk, a multiple of 128, for rows of so many slots.
+
+    Each step of each chunk writes gradients of all keys and values of the row, so chunks grow with it. A GPU wants
+    1,024 anchors to be busy, a CPU is with 256.
+    """
+    least, share = (1024, 64) if torch.device(device).type == "cuda" else (256, 8)
+    return BLOCK * -(-min(max(least, slots // share), slots) // BLOCK)
+
+
+class RowChunks:
+    """Rows of any length as batches of `chunk` anchors a row each, for `TTTLoss.learn`: which slots are anchors, what
+    each learns at each step, and the teacher of a chunk when the chunk is asked for.
 
     draft_ids [Vd] target ids of the draft vocabulary (`draft.draft_ids`); tokens, document, position, loss_mask [B,T]
     and features [B,T,num_aux*H_target], all unshifted; last_hidden [B,T,H_target] after the target's final norm, and
     `head` its output head, [m,H_target] -> logits [m,V]. loss_mask[u] says that what the target says after token u is
-    learned. anchors: the capacity A, None for the most of any row; denominators [S]: supervised slots of each step over
-    the whole optimizer step, None for this batch's. Slots valid at one step at least become anchors, so that metrics
-    count them all. ValueError: shapes that differ, a document in two pieces, token ids outside 0..V-1, more anchors
-    than capacity.
+    learned. Slots valid at one step at least become anchors, so that metrics count them all. chunk: None for all
+    anchors in one. choice [B,T]: the target's at learned tokens where it is known already, None to ask its head.
+    make_mask: with FlexAttention's block mask on CUDA.
+
+    `anchors` [B,all chunks'] and `valid` [S,B,the same] are on the CPU, `choice` [B,T] is -1 at tokens not learned.
+    `supervised` [S] counts supervised slots; `denominators` [S] (those of this batch) and `mean_alpha` are handed to
+    every chunk and may be set to those of a whole optimizer step. ValueError: shapes that differ, a document in two
+    pieces, token ids outside 0..V-1.
     """
-    check_rows(tokens, document, position, features, loss_mask, last_hidden)
-    device, (b, t) = features.device, tokens.shape
-    padding = (document < 0).to(device)
-    if (features[padding] != 0).any():  # NaN too: it would reach the gradient of `fc`; a copy only where it must be
-        features = features.masked_fill(padding[..., None], 0.0)
-    valid = valid_slots(document, loss_mask, steps)
-    needed = valid.any(0)
-    most = max(int(needed.sum(1).max()), 1)
-    if anchors is not None and most > anchors:
-        raise ValueError(f"a row needs {most} anchors, the capacity is {anchors}; raise --anchors or pack rows by it")
-    capacity = anchors or most
-    learned = F.pad(valid[0, :, :-1], (1, 0))  # token u is fed at step 0 by slot u - 1
-    rank = (learned.long().cumsum(1) - 1).clamp(min=0)
-    row, token = learned.nonzero(as_tuple=True)
-    teacher = torch.zeros(b, capacity, len(draft_ids), device=device)
-    covered = torch.zeros(b, t, dtype=torch.bool, device=device)
-    for at in torch.arange(len(row)).split(1024):  # the head is V wide: never for all tokens at once
-        r, u = row[at], token[at]
-        logits = head(last_hidden[r.to(last_hidden.device), u.to(last_hidden.device)])
-        p, is_covered = teach(logits, draft_ids.to(logits.device), int(tokens.max()))
-        teacher[r.to(device), rank[r, u].to(device)] = p.to(device)
-        covered[r.to(device), u.to(device)] = is_covered.to(device)
-    slots = first_true(needed, capacity)
-    at = slots.clamp(min=0)
-    fed = (at + torch.arange(1, steps + 1)[:, None, None]).clamp(max=t - 1)
-    valid = valid.gather(2, at.expand(steps, -1, -1)) & (slots >= 0)
-    tokens, document, position, slots, valid, at, fed, rank = (
-        x.to(device, non_blocking=True) for x in (tokens, document, position, slots, valid, at, fed, rank)
-    )
-    supervised = valid & covered.expand(steps, -1, -1).gather(2, fed)
-    index = torch.where(supervised, rank.expand(steps, -1, -1).gather(2, fed), -1)
-    if denominators is None:
-        denominators = supervised.sum((1, 2)).clamp(min=1).float()
-    blocks = block_index(anchor_mask(slots, document), t) if device.type == "cuda" else None
-    denominators = denominators.to(device, torch.float32)
-    return RowBatch(tokens, document, position, features, slots, teacher, index, valid, denominators, blocks)
+
+    @torch.no_grad()
+    def __init__(
+        self, draft_ids, tokens, document, position, features, loss_mask, last_hidden, head, *, steps=7, chunk=None,
+        choice=None, make_mask=True,
+    ):  # fmt: skip
+        check_rows(tokens, document, position, features, loss_mask, last_hidden)
+        device, t = features.device, tokens.shape[1]
+        padding = (document < 0).to(device)
+        if (features[padding] != 0).any():  # NaN too: it would reach the gradient of `fc`; a copy only where it must be
+            features = features.masked_fill(padding[..., None], 0.0)
+        self.features, self.last_hidden, self.head, self.draft_ids = features, last_hidden, head, draft_ids
+        self.make_mask = make_mask and device.type == "cuda"
+        valid = valid_slots(document, loss_mask, steps)
+        needed = valid.any(0)
+        self.most, self.learned = int(needed.sum(1).max()), F.pad(valid[0, :, :-1], (1, 0))  # slot u - 1 feeds token u
+        self.chunk = chunk or max(self.most, 1)
+        slots = first_true(needed, max(1, -(-self.most // self.chunk)) * self.chunk)
+        at = slots.clamp(min=0)
+        fed = (at + torch.arange(1, steps + 1)[:, None, None]).clamp(max=t - 1)
+        self.valid = valid.gather(2, at.expand(steps, -1, -1)) & (slots >= 0)
+        self.anchors, self.rank, self.largest_id = slots, self.learned.long().cumsum(1) - 1, int(tokens.max())
+        self.fed_rank = self.rank.clamp(min=0).expand(steps, -1, -1).gather(2, fed)
+        self.kept = self.empty_table() if len(self) == 1 and choice is None else None  # one pass of the head is enough
+        self.choice = self.ask() if choice is None else choice
+        drafted = torch.zeros(1 + max(int(self.choice.max()), int(draft_ids.max())), dtype=torch.bool)
+        drafted[draft_ids.cpu()] = True
+        covered = self.learned & drafted[self.choice.clamp(min=0)]
+        self.is_supervised = self.valid & covered.expand(steps, -1, -1).gather(2, fed)
+        self.tokens, self.document, self.position = (
+            x.to(device, non_blocking=True) for x in (tokens, document, position)
+        )
+        self.supervised = self.is_supervised.sum((1, 2)).to(device)
+        self.denominators, self.mean_alpha = self.supervised.clamp(min=1).float(), None
+
+    def __len__(self) -> int:
+        return self.anchors.shape[1] // self.chunk
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[RowBatch]:
+        device, t = self.features.device, self.features.shape[1]
+        for begin in range(0, self.anchors.shape[1], self.chunk):
+            at = slice(begin, begin + self.chunk)
+            slots, valid, index = self.anchors[:, at], self.valid[..., at], self.fed_rank[..., at]
+            first = self.rank.gather(1, slots[:, :1].clamp(min=0)) + 1  # learned token that it feeds
+            first = torch.where(slots[:, :1] < 0, t, first)  # none in a row that has no anchors left
+            teacher = self.teacher(first) if self.kept is None else self.kept
+            index = torch.where(self.is_supervised[..., at], index - first, -1)
+            slots, valid, index = (  # laid out alike in every chunk: a compiled graph is made for strides as well
+                x.to(device, memory_format=torch.contiguous_format, copy=True) for x in (slots, valid, index)
+            )
+            blocks = block_index(anchor_mask(slots, self.document), t) if self.make_mask else None
+            shared = (self.tokens, self.document, self.position, self.features)
+            yield RowBatch(*shared, slots, teacher, index, valid, self.denominators, blocks, self.mean_alpha)
+
+    def teacher(self, first: Tensor) -> Tensor:
+        """p [B,U,Vd] of the learned tokens number first[b].. of each row: no more than a chunk of anchors feeds."""
+        p = self.empty_table()
+        last = first + p.shape[1]
+        for row, token, logits in self.logits(self.learned & (self.rank >= first) & (self.rank < last)):
+            found = teach(logits, self.draft_ids.to(logits.device))
+            p[row.to(p.device), (self.rank - first)[row, token].to(p.device)] = found.to(p)
+        return p
+
+    def empty_table(self) -> Tensor:
+        """The tokens that C anchors feed at step 0, and those that only the last ones reach, at later steps."""
+        steps, b, _ = self.valid.shape
+        return torch.zeros(b, self.chunk + steps - 1, len(self.draft_ids), device=self.features.device)
+
+    def ask(self) -> Tensor:
+        """The target's choice after each learned token [B,T], -1 elsewhere; with one chunk its teacher on the way."""
+        choice = torch.full_like(self.rank, -1)
+        for row, token, logits in self.logits(self.learned):
+            choice[row, token] = logits.argmax(-1).cpu()
+            if self.kept is not None:
+                at = row.to(self.kept.device), self.rank[row, token].to(self.kept.device)
+                self.kept[at] = teach(logits, self.draft_ids.to(logits.device)).to(self.kept)
+        return choice
+
+    def logits(self, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """(row [m], token [m], the target's logits [m,V]) of the tokens chosen [B,T], never of many at once."""
+        device = self.last_hidden.device
+        for row, token in zip(*(x.split(1024) for x in chosen.nonzero(as_tuple=True)), strict=True):
+            with torch.autocast(device.type, enabled=False):  # the teacher is as exact as the target's head
+                logits = self.head(self.last_hidden[row.to(device), token.to(device)])
+            if self.largest_id >= logits.shape[-1]:
+                raise ValueError(
+                    f"token id {self.largest_id} is beyond the target's {logits.shape[-1]} tokens; is this the "
+                    "target's tokenizer?"
+                )
+            yield row, token, logits
 
 
 def valid_slots(document: Tensor, loss_mask: Tensor, steps: int) -> Tensor:
@@ -862,15 +954,9 @@ def first_true(mask: Tensor, capacity: int) -> Tensor:
     return torch.where(torch.arange(capacity, device=mask.device) < mask.sum(1, keepdim=True), order, -1)
 
 
-def teach(logits: Tensor, draft_ids: Tensor, largest_id: int) -> tuple[Tensor, Tensor]:
-    """p [m,Vd] over the draft ids, renormalised, and whether the argmax over all V is one of them [m]."""
-    v = logits.shape[-1]
-    if largest_id >= v:
-        raise ValueError(f"token id {largest_id} is beyond the target's {v} tokens; is this the target's tokenizer?")
-    if len(draft_ids) == v:
-        return upcast(logits[:, draft_ids]).softmax(-1), torch.ones(len(logits), dtype=torch.bool, device=logits.device)
-    drafted = torch.zeros(v, dtype=torch.bool, device=logits.device).index_fill(0, draft_ids, True)
-    return upcast(logits[:, draft_ids]).softmax(-1), drafted[logits.argmax(-1)]
+def teach(logits: Tensor, draft_ids: Tensor) -> Tensor:
+    """p [m,Vd] over the draft ids, renormalised."""
+    return upcast(logits[:, draft_ids]).softmax(-1)
 
 
 def check_rows(tokens, document, position, features, loss_mask, last_hidden) -> None:
@@ -919,38 +1005,107 @@ class Metrics(NamedTuple):
         return 1 + (self.step_prefix_hits / self.step_valid.clamp(min=1)).sum()
 
 
+class Keys(NamedTuple):
+    """What the anchors of a row read of all its slots."""
+
+    features: Tensor  # [B,T,H] g
+    query: Tensor  # [B,T,..] the token halves of the layer's input projections
+    latent: Tensor  # [B,T,R+Dr]
+    gate: Tensor | None  # [B,T,n Dv] Kimi K3
+    k: Tensor  # [B,n,T,Dn+Dr] of step 0
+    v: Tensor  # [B,n,T,Dv]
+
+
 class TTTLoss(nn.Module):
-    """The S-step loss of a draft on a `RowBatch`: `loss, metrics = TTTLoss(draft)(rows)`.
+    """The S-step loss of a draft: `loss, metrics = TTTLoss(draft)(rows)` of a `RowBatch`, differentiable.
+
+    `TTTLoss(draft).learn(RowChunks(...))` is forward and backward of rows of any length, in memory that does not grow
+    with their anchors.
 
     loss: "ce" soft cross-entropy; "alpha" -log of the acceptance alpha = sum_v min(p, q); "lambda" w CE +
     (1-w)(1-alpha) with w = lk_scale exp(-lk_decay mean alpha) (`RowBatch.mean_alpha`). Steps weigh step_decay**s.
-    steps: the S that rows must have, None for whatever they were built for. recompute: "step" remakes each step in the
-    backward, so that memory hardly grows with S. ValueError: another loss or recompute, rows of another S.
+    steps: the S that rows must have, None for whatever they were built for. logits_rows: for how many anchors and steps
+    logits exist at a time. ValueError: another loss, rows of another S.
     """
 
-    def __init__(
-        self,
-        draft,
-        steps=None,
-        loss="ce",
-        lk_scale=1.0,
-        lk_decay=3.0,
-        step_decay=0.8,
-        recompute="none",
-        logits_rows=512,
-    ):
+    def __init__(self, draft, steps=None, loss="ce", lk_scale=1.0, lk_decay=3.0, step_decay=0.8, logits_rows=512):
         super().__init__()
-        if loss not in ("ce", "alpha", "lambda") or recompute not in ("none", "step"):
-            raise ValueError(f"loss {loss!r} (ce, alpha, lambda), recompute {recompute!r} (none, step)")
-        self.draft, self.steps, self.loss, self.recompute = draft, steps, loss, recompute
-        self.lk_scale, self.lk_decay, self.step_decay = lk_scale, lk_decay, step_decay
-        self.logits_rows = logits_rows  # logits exist for so many rows at a time, or for a 16th of them
+        if loss not in ("ce", "alpha", "lambda"):
+            raise ValueError(f"loss is {loss!r}; ce, alpha or lambda is wanted")
+        self.draft, self.steps, self.loss = draft, steps, loss
+        self.lk_scale, self.lk_decay, self.step_decay, self.logits_rows = lk_scale, lk_decay, step_decay, logits_rows
+        self.leaves = None
 
     def forward(self, rows: RowBatch) -> tuple[Tensor, Metrics]:
+        return self.chunk(self.keys(rows.tokens, rows.position, rows.features), rows)
+
+    def learn(self, rows: RowChunks) -> tuple[Tensor, Metrics]:
+        """Adds the gradients of all chunks to the parameters' `.grad`; the detached loss and metrics of all of them.
+
+        After step 0 no anchor reads another, so chunks are micro-batches of one row over the same keys: each has its
+        forward and backward, what they say of the keys gathers in float32, and goes through `keys` last, which is made
+        again for it (2% of the FLOPs; its activations would otherwise lie there all the while). Without gradients the
+        same chunks evaluate. Call it under autocast as `forward`: the backward passes are run outside of it. The
+        metrics' `hit` is [S,B,all anchors]. ValueError: sharded parameters, whose gradients are not complete here.
+        """
+        if any(hasattr(p, "full_tensor") for p in self.parameters()):
+            raise ValueError(
+                "learn() wants whole parameters, these are sharded; train fully_shard(TTTLoss(draft)) itself"
+            )
+        if self.loss == "lambda" and rows.mean_alpha is None:
+            rows.mean_alpha = self.alpha(rows) / rows.supervised.clamp(min=1)
+        leaves, device = self.read(rows), rows.features.device.type
+        total, found = torch.zeros((), device=rows.features.device), []
+        for chunk in rows:
+            if device == "cuda":
+                torch.compiler.cudagraph_mark_step_begin()
+            loss, metrics = self.chunk(leaves.keys, chunk)
+            if loss.requires_grad:
+                with torch.autocast(device, enabled=False):
+                    loss.backward()
+            total += loss.detach()
+            found.append(Metrics(*(None if x is None else x.clone() for x in metrics)))  # of a graph's memory
+        if torch.is_grad_enabled():
+            made = self.keys(rows.tokens, rows.position, rows.features)
+            with torch.autocast(device, enabled=False):
+                leaves.backward(made)
+        *sums, hits, alphas = zip(*found, strict=True)
+        alpha = None if alphas[0] is None else sum(alphas)
+        return total, Metrics(*map(sum, sums), torch.cat(hits, dim=-1), alpha)
+
+    @torch.no_grad()
+    def alpha(self, rows: RowChunks) -> Tensor:
+        """Sum of the acceptance over the supervised slots of each step [S]: a pass without gradients, for "lambda"."""
+        leaves = self.read(rows)
+        return sum(self.chunk(leaves.keys, chunk._replace(mean_alpha=None))[1].step_alpha.clone() for chunk in rows)
+
+    @torch.no_grad()
+    def read(self, rows: RowChunks) -> "Leaves":
+        """The keys of the rows where chunks read them."""
+        made = self.keys(rows.tokens, rows.position, rows.features)
+        if self.leaves is None or not self.leaves.fit(made):
+            self.leaves = Leaves(made)
+        self.leaves.set(made)
+        return self.leaves
+
+    def keys(self, tokens: Tensor, position: Tensor, features: Tensor) -> Keys:
+        """W [norm(e); norm(a)] = W_e norm(e) + W_a norm(a): the token half is made once, every step reads it further
+        on."""
+        draft, layer = self.draft, self.draft.model.layers[0]
+        attn = layer.self_attn
+        g = draft.project_hidden_states(features)
+        halves = [None if p is None else p.weight.to(g.dtype).chunk(2, dim=1) for p in attn.input_projections()]
+        e = layer.input_layernorm(draft.embed_input_ids(tokens).to(g.dtype))
+        token = [None if w is None else F.linear(e, w[0]) for w in halves]
+        pre_kv = token[1].roll(-1, dims=1) + F.linear(layer.hidden_norm(g), halves[1][1])
+        return Keys(g, *token, *attn.keys_values(attn.latents(pre_kv, position)))
+
+    def chunk(self, keys: Keys, rows: RowBatch) -> tuple[Tensor, Metrics]:
+        """The loss and metrics of the anchors of `rows`, whose keys are `keys`."""
         steps = len(rows.teacher_index)
         if self.steps not in (None, steps):
             raise ValueError(f"the rows were built for {steps} steps, this loss is for {self.steps}")
-        hidden = self.unroll(rows)
+        hidden = self.unroll(keys, rows)
         x = hidden if self.draft.config.norm_output else self.draft.model.norm(hidden)
         supervised = rows.teacher_index >= 0
         weight = self.step_decay ** torch.arange(steps, device=x.device, dtype=torch.float32)
@@ -958,71 +1113,60 @@ class TTTLoss(nn.Module):
         offset = torch.arange(len(rows.teacher), device=x.device)[:, None] * rows.teacher.shape[1]
         index = (rows.teacher_index.clamp(min=0) + offset).flatten()
         head, teacher = self.draft.lm_head.weight, rows.teacher.flatten(0, 1)
-        chunk = max(-(-index.numel() // 16), self.logits_rows)
         x = rearrange(x, "s b a h -> (s b a) h")
         ce, step_alpha = torch.ones_like(scale), None
         if self.loss == "lambda":
             mean = rows.mean_alpha
             if mean is None:
-                alpha = acceptance(x, head, teacher, index, chunk).view_as(scale)
+                alpha = acceptance(x, head, teacher, index, self.logits_rows).view_as(scale)
                 step_alpha = (alpha * supervised).sum((1, 2))
                 mean = step_alpha / supervised.sum((1, 2)).clamp(min=1)
             ce = ce * (self.lk_scale * torch.exp(-self.lk_decay * mean))[:, None, None]
         scale, ce, learn = scale.flatten(), ce.flatten(), torch.is_grad_enabled()
-        per_row, hit, dx, dw = loss_and_gradients(x, head, teacher, index, scale, ce, self.loss, chunk, learn)
+        args = (x, head, teacher, index, scale, ce, self.loss, self.logits_rows, learn)
+        per_row, hit, dx, dw = loss_and_gradients(*args)
         loss = (scale * per_row).sum()
         if learn:
             loss = MadeInForward.apply(x, head, loss, dx, dw)
         metrics = self.metrics(rows, per_row.view_as(supervised), hit.view_as(supervised) & supervised)
         return loss, metrics._replace(step_alpha=step_alpha)
 
-    def unroll(self, rows: RowBatch) -> Tensor:
-        """The states a[t,s] of all anchors [S,B,A,H], before `norm` unless `norm_output`."""
-        draft, layer = self.draft, self.draft.model.layers[0]
-        attn, cfg = layer.self_attn, draft.config
-        g = draft.project_hidden_states(rows.features)
-        # W [norm(e); norm(a)] = W_e norm(e) + W_a norm(a): the token half is made once, every step reads it further on.
-        halves = [None if p is None else p.weight.to(g.dtype).chunk(2, dim=1) for p in attn.input_projections()]
-        e = layer.input_layernorm(draft.embed_input_ids(rows.tokens).to(g.dtype))
-        token = [None if w is None else F.linear(e, w[0]) for w in halves]
-        w_state = [None if w is None else w[1] for w in halves]
-        pre_kv = token[1].roll(-1, dims=1) + F.linear(layer.hidden_norm(g), w_state[1])
-        k, v = attn.keys_values(attn.latents(pre_kv, rows.position))
+    def unroll(self, keys: Keys, rows: RowBatch) -> Tensor:
+        """The states a[t,s] of the anchors [S,B,A,H], before `norm` unless `norm_output`."""
+        attn, cfg, steps = self.draft.model.layers[0].self_attn, self.draft.config, len(rows.teacher_index)
+        g, *token, k, v = keys
         mask = anchor_mask(rows.anchors, rows.document, rows.block_mask)
         at = rows.anchors.clamp(min=0)
-        fixed = (token, w_state, k, v, mask, at, rows.position.gather(1, at))
+        fed = (at[:, None] + torch.arange(1, steps + 1, device=at.device)[:, None]).clamp(max=g.shape[1] - 1)
+        token = [None if x is None else take(x, fed).unbind(1) for x in token]
+        w_state = [None if p is None else p.weight.to(g.dtype).chunk(2, dim=1)[1] for p in attn.input_projections()]
         width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-        cache = TTTCache.allocate(len(rows.teacher_index), *at.shape, width, g.dtype, g.device).buffer
-        a, states = take(g, at), []
-        for s in range(len(rows.teacher_index)):
-            if self.recompute == "step" and torch.is_grad_enabled():
-                a, cache = remade(self.step, s, a, cache, *fixed)
-            else:
-                a, cache = self.step(s, a, cache, *fixed)
+        cache = TTTCache.allocate(steps, *at.shape, width, g.dtype, g.device)
+        a, position, states = take(g, at), rows.position.gather(1, at), []
+        for s in range(steps):
+            halves = [None if x is None else x[s] for x in token]
+            a = self.step(s, a, cache, halves, w_state, k, v, mask, position + s)
             states.append(a)
         return torch.stack(states)
 
-    def step(self, s, a, cache, token, w_state, k, v, mask, at, position) -> tuple[Tensor, Tensor]:
-        """a[t,s] [B,A,H] of a[t,s-1], and the cache with this step's latents."""
+    def step(self, s, a, cache: TTTCache, token, w_state, k, v, mask, position) -> Tensor:
+        """a[t,s] [B,A,H] of a[t,s-1]; appends this step's latents to the cache."""
         layer = self.draft.model.layers[0]
         attn = layer.self_attn
-        fed = (at + (1 + s)).clamp(max=token[1].shape[1] - 1)
         normed = layer.hidden_norm(a)
         skip = 1 if s == 0 else None  # step 0's latents are made for all slots
         pre_q, pre_kv, pre_gate = (
-            None if w is None or i == skip else take(x, fed) + F.linear(normed, w)
+            None if w is None or i == skip else x + F.linear(normed, w)
             for i, (x, w) in enumerate(zip(token, w_state, strict=True))
         )
-        q = attn.queries(pre_q, position + s)
+        q = attn.queries(pre_q, position)
         o, lse = attend(q, k, v, mask, attn.scaling)
         if s > 0:
-            own = TTTCache(cache)
-            own.write(s, attn.latents(pre_kv, position + s))
-            cache = own.buffer
-            o_own, lse_own = remade(attn.latent_attention, q, own.own(s))
+            cache.write(s, attn.latents(pre_kv, position))
+            o_own, lse_own = remade(attn.latent_attention, q, cache.own(s))
             o = torch.lerp(o, o_own, torch.sigmoid(lse_own - lse)[..., None].to(o.dtype))  # one softmax over both parts
         a = layer.finish(a, attn.output(o, pre_gate))
-        return (self.draft.model.norm(a) if self.draft.config.norm_output else a), cache
+        return self.draft.model.norm(a) if self.draft.config.norm_output else a
 
     @torch.no_grad()
     def metrics(self, rows: RowBatch, per_row: Tensor, hit: Tensor) -> Metrics:
@@ -1038,8 +1182,44 @@ def remade(function, *args):
 
 
 def take(x: Tensor, index: Tensor) -> Tensor:
-    """x[b, index[b,a]] [B,A,D] of x [B,T,D]."""
-    return x.gather(1, repeat(index, "b a -> b a d", d=x.shape[-1]))
+    """x[b, index[b,..]] [B,..,D] of x [B,T,D]."""
+    flat = index.flatten(1)
+    return x.gather(1, repeat(flat, "b a -> b a d", d=x.shape[-1])).unflatten(1, index.shape[1:])
+
+
+class Leaves:
+    """The `Keys` that chunks differentiate to, and what all chunks say of them, in float32 (64 additions in bf16 are
+    0.8% off, 448 2.1%). Their addresses stay: a captured graph that reads them copies nothing."""
+
+    def __init__(self, keys: Keys):
+        self.keys = Keys(*(None if x is None else torch.empty_like(x).requires_grad_() for x in keys))
+        self.gradients = Keys(*(None if x is None else torch.zeros_like(x, dtype=at_least_float32(x)) for x in keys))
+        for leaf, gradient in zip(self.keys, self.gradients, strict=True):
+            if leaf is not None:
+                torch._dynamo.mark_static_address(leaf)
+                leaf.register_post_accumulate_grad_hook(partial(move_gradient, gradient))
+
+    def fit(self, keys: Keys) -> bool:
+        return all(
+            (x is None and y is None) or (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+            for x, y in zip(self.keys, keys, strict=True)
+        )
+
+    def set(self, keys: Keys) -> None:
+        for leaf, gradient, x in zip(self.keys, self.gradients, keys, strict=True):
+            if leaf is not None:
+                leaf.copy_(x)
+                gradient.zero_()
+
+    def backward(self, keys: Keys) -> None:
+        """What was gathered, through the graph that made `keys`."""
+        pairs = [(x, d) for x, d in zip(keys, self.gradients, strict=True) if x is not None and x.requires_grad]
+        torch.autograd.backward([x for x, _ in pairs], [d.to(x.dtype) for x, d in pairs])
+
+
+def move_gradient(gathered: Tensor, leaf: Tensor) -> None:
+    gathered.add_(leaf.grad)
+    leaf.grad = None
 
 
 class MadeInForward(torch.autograd.Function):
@@ -1057,50 +1237,56 @@ class MadeInForward(torch.autograd.Function):
 
 
 @torch.no_grad()
-def loss_and_gradients(x, weight, teacher, index, scale, ce, kind: str, chunk: int, with_gradients: bool):
-    """Linear and loss fused over chunks of rows, so that logits exist for one chunk at a time.
+def loss_and_gradients(x, weight, teacher, index, scale, ce, kind: str, rows: int, with_gradients: bool):
+    """Linear and loss fused, `rows` rows at a time, so that logits exist for so many alone.
 
     x [N,H], weight [Vd,H], teacher [U,Vd] with its row per x row in index [N]; scale [N] multiplies a row's loss (0:
     not supervised), ce [N] is its w of the "lambda" loss. Returns the unscaled losses [N], whether the argmaxes agree
     [N], and the gradients of sum(scale * loss): dx [N,H] in x's dtype, dweight [Vd,H] in weight's (None, None without).
+
+    p sums to one, so cross-entropy is logsumexp(z) - p.z of logits z (minus their maximum: exact to rounding at large
+    ones), its gradient q - p. Most of it happens in place: z, its exponentials and p are all there is of a piece.
     """
     w = weight.to(x.dtype)
     losses, hits, dxs = [], [], []
     dw, best = torch.zeros_like(weight) if with_gradients else None, teacher.argmax(-1)
-    for xc, i, sc, cc in zip(x.split(chunk), index.split(chunk), scale.split(chunk), ce.split(chunk), strict=True):
-        p = teacher[i]
-        log_q = upcast(xc @ w.T).log_softmax(-1)
-        q = log_q.exp()
-        hits.append(log_q.argmax(-1) == best[i])
-        cross_entropy = None if kind == "alpha" else -(p * log_q).sum(-1)
-        alpha = None if kind == "ce" else torch.minimum(p, q).sum(-1)
-        if kind == "ce":
-            losses.append(cross_entropy)
-            d_ce, d_alpha = sc, None
-        elif kind == "alpha":
+    for xc, i, sc, cc in zip(x.split(rows), index.split(rows), scale.split(rows), ce.split(rows), strict=True):
+        p, z = teacher[i], upcast(xc @ w.T)
+        largest, choice = z.max(-1)
+        hits.append(choice == best[i])
+        z = z.sub_(largest[:, None])
+        q = z.exp()
+        total = q.sum(-1)
+        dz = None
+        if kind != "ce":
+            q = q.div_(total[:, None])
+            alpha = torch.minimum(p, q).sum(-1)
+            below = (q < p) + 0.5 * (q == p)  # the subgradient autograd takes at a tie
+            dz = q * (below - (q * below).sum(-1, keepdim=True))
+        if kind == "alpha":
             some = alpha > 0
             losses.append(torch.where(some, -alpha.clamp(min=1e-45).log(), 0.0))
-            d_ce, d_alpha = None, torch.where(some, -sc / alpha, 0.0)
+            dz = dz.mul_(torch.where(some, -sc / alpha, 0.0)[:, None])
         else:
-            losses.append(cc * cross_entropy + (1 - cc) * (1 - alpha))
-            d_ce, d_alpha = sc * cc, -sc * (1 - cc)
-        if not with_gradients:
-            continue
-        dz = 0.0 if d_ce is None else d_ce[:, None] * (q - p)
-        if d_alpha is not None:
-            below = (q < p) + 0.5 * (q == p)  # the subgradient autograd takes at a tie
-            dz = dz + d_alpha[:, None] * q * (below - (q * below).sum(-1, keepdim=True))
-        dz = dz.to(x.dtype)
-        dxs.append(dz @ w)
-        dw += dz.T @ xc
+            losses.append(total.log() - z.mul_(p).sum(-1))
+            d_ce, by = (sc, sc / total) if kind == "ce" else (sc * cc, sc * cc)
+            if kind == "lambda":
+                losses[-1] = cc * losses[-1] + (1 - cc) * (1 - alpha)
+                dz = dz.mul_((-sc * (1 - cc))[:, None])
+            d_cross = q.mul_(by[:, None]).sub_(p.mul_(d_ce[:, None]))
+            dz = d_cross if dz is None else dz.add_(d_cross)
+        if with_gradients:
+            dz = dz.to(x.dtype)
+            dxs.append(dz @ w)
+            dw += dz.T @ xc
     return torch.cat(losses), torch.cat(hits), torch.cat(dxs) if with_gradients else None, dw
 
 
 @torch.no_grad()
-def acceptance(x, weight, teacher, index, chunk: int) -> Tensor:
-    """alpha [N] = sum_v min(p, q) of every row, chunk by chunk."""
+def acceptance(x, weight, teacher, index, rows: int) -> Tensor:
+    """alpha [N] = sum_v min(p, q) of every row, `rows` at a time."""
     w = weight.to(x.dtype)
-    parts = zip(x.split(chunk), index.split(chunk), strict=True)
+    parts = zip(x.split(rows), index.split(rows), strict=True)
     return torch.cat([torch.minimum(teacher[i], upcast(xc @ w.T).softmax(-1)).sum(-1) for xc, i in parts])
 
 

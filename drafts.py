@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data import draft_vocabulary, draft_vocabulary_map
+from data import PACKING, draft_vocabulary, draft_vocabulary_map
 from draft_deepseek import (
     DeepseekV3Eagle3DraftModel,
     Eagle3MLAConfig,
@@ -270,7 +270,8 @@ def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed:
 
     OSError: it cannot be written; ValueError: its numbers are of no use. What was saved before stays.
     """
-    state = {"step": step, "consumed": consumed, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    state = {"step": step, "consumed": consumed, "packing": PACKING, "rng": torch.get_rng_state()}
+    state["optimizer"] = optimizer.state_dict()
     final = run / "checkpoints" / f"step-{step:08d}"
     with naming(final, "it is not written; --resume goes on from the one before, a smaller --lr may help"):
         check_finite([*draft.state_dict().items(), *moments(state["optimizer"])])
@@ -314,9 +315,14 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int
     with naming(newest / "training.pt", f"remove {newest} to go on from the checkpoint before it"):
         state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
         check_training_state(state, newest, optimizer)
-        groups = optimizer.state_dict()["param_groups"]  # what the settings say now
-        optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
-        torch.set_rng_state(state["rng"].cpu())
+    if state.get("packing") != PACKING:
+        raise ValueError(
+            f"{newest} counts rows as an older version packed them, so its place in the data is lost; start another "
+            f"--name with --init {newest}"
+        )
+    groups = optimizer.state_dict()["param_groups"]  # what the settings say now
+    optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+    torch.set_rng_state(state["rng"].cpu())
     return state["step"], state["consumed"]
 
 
