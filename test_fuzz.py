@@ -130,7 +130,7 @@ def captured(rng, folder) -> list[str]:
 
 
 KINDS = {f.__name__: f for f in (flags, settings, conversations, config, captured)}
-SWITCHED_OFF = ("config", "captured")  # until targets and captured files are checked where they are read
+SWITCHED_OFF = ()
 
 
 # ---------------------------------------------------------------------------------------------------------- the claim

@@ -641,6 +641,15 @@ def documents_for(batches: int, row_tokens: int, steps: int = 3) -> int:
     raise AssertionError(f"no number of documents makes {batches} rows")
 
 
+def test_a_checkpoint_that_counts_in_another_packing_is_refused(runs):
+    train.main(command(runs, "packed", "--steps", 2))
+    (state,) = (runs / "packed" / "checkpoints").glob("step-*/training.pt")
+    shutil.rmtree(runs / "packed" / "draft")
+    torch.save({k: x for k, x in torch.load(state).items() if k != "packing"}, state)
+    with pytest.raises(ValueError, match="older version packed them.*--init"):
+        train.main(command(runs, "packed", "--steps", 3, "--resume"))
+
+
 def test_ten_micro_batches_at_accumulation_4_are_three_steps(runs):
     flags = ["--documents", documents_for(10, 512), "--epochs", 1, "--row-tokens", 512]
     train.main(command(runs, "ten-1", *flags, "--accumulate", 1))
