@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import queue
 import random
 import resource
 import shutil
@@ -28,7 +29,7 @@ from conversations import answered
 from data import Document, anchors_of, cut_to, pack, python_documents
 from sources import teacher_check
 from target import byte_tokenizer
-from test_decode import toy_batch, toy_draft
+from test_decode import toy_batch, toy_draft, toy_rows
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parent
@@ -689,46 +690,55 @@ def make_parent(path):
 
 
 def windows(empty: bool):
-    """Four micro-batches for each of two ranks, 3 supervised tokens on the first, 1 or none on the second."""
+    """Four micro-batches for each of two ranks, 3 supervised tokens on the first, 1 or none on the second; and all rows
+    as one batch."""
     draft = toy_draft("deepseek", 1)
     text = torch.randint(32, (8, 1, 20), generator=torch.Generator().manual_seed(1))
     counts = [2, 0, 1, 0, 0, 0, 0 if empty else 1, 0]
     masks = [((torch.arange(20) >= 9) & (torch.arange(20) < 9 + n))[None] for n in counts]
-    return draft, [toy_batch(draft, x, mask) for x, mask in zip(text, masks, strict=True)]
+    rows = [toy_batch(draft, x, mask) for x, mask in zip(text, masks, strict=True)]
+    return draft, rows, toy_rows(draft, text[:, 0], torch.cat(masks))
 
 
-def one_window(rank, world, empty, port, queue):
-    """Gradients of one optimizer step, on `world` ranks."""
-    draft, rows = windows(empty)
-    parameters = [p for p in draft.parameters() if p.requires_grad]
-    optimizer = train.make_optimizer(train.resolve(train.Settings(device="cpu")), parameters)
-    loss, found = train.TTTLoss(draft), []
-    optimizer.step = lambda: found.extend(p.grad.clone().numpy() for p in parameters)
-    args = train.resolve(train.Settings(device="cpu", clip=1e9))
-    if world == 1:
-        train.optimizer_step(args, train.Ranks(), loss, rows, optimizer, parameters)
-    else:
+def one_window(rank, world, port, found):
+    """Gradients of one optimizer step on `world` ranks, of either kind of windows."""
+    torch.set_num_threads(1)
+    if world > 1:
         dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=world)
-        ours = rows[4 * rank : 4 * rank + 4]
+    args = train.resolve(train.Settings(device="cpu", clip=1e9))
+    for empty in (False, True):
+        draft, rows, _ = windows(empty)
+        parameters = [p for p in draft.parameters() if p.requires_grad]
+        optimizer, loss, gradients = train.make_optimizer(args, parameters), train.TTTLoss(draft), []
+        optimizer.step = lambda gradients=gradients, parameters=parameters: gradients.extend(
+            p.grad.clone().numpy() for p in parameters
+        )
+        ours = rows if world == 1 else rows[4 * rank : 4 * rank + 4]
         train.optimizer_step(args, train.Ranks(rank, world), loss, ours, optimizer, parameters)
+        found.put(((rank, empty), gradients))
+    if world > 1:
         dist.destroy_process_group()
-    queue.put((rank, found))
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_gradients_agree_over_ranks_and_with_one_process(empty):
-    queue, port = FORK.Queue(), free_port()
-    processes = [FORK.Process(target=one_window, args=(r, 2, empty, port, queue)) for r in range(2)]
+def test_gradients_agree_over_ranks_and_with_one_process():
+    spawn = multiprocessing.get_context("spawn")
+    found, alone, port = spawn.Queue(), queue.Queue(), free_port()
+    processes = [spawn.Process(target=one_window, args=(r, 2, port, found)) for r in range(2)]
     for process in processes:
         process.start()
-    alone = []
-    one_window(0, 1, empty, None, type("", (), {"put": lambda self, x: alone.extend(x[1])})())
-    found = dict(queue.get(timeout=120) for _ in processes)
+    one_window(0, 1, None, alone)
+    got = dict(found.get(timeout=120) for _ in range(4))
     for process in processes:
         process.join()
-    assert alone and any(g.any() for g in alone)
-    for want, a, b in zip(alone, found[0], found[1], strict=True):
-        assert (a == b).all() and abs(a - want).max() <= 1e-5 * abs(want).max()
+    for (_, empty), single in (alone.get() for _ in range(2)):
+        draft, _, whole = windows(empty)
+        draft.zero_grad()
+        train.TTTLoss(draft)(whole)[0].backward()  # each supervised token counts the same, in whatever micro-batch
+        trained = [p.grad.numpy() for p in draft.parameters() if p.requires_grad]
+        assert single and any(g.any() for g in single)
+        for want, a, b, once in zip(single, got[0, empty], got[1, empty], trained, strict=True):
+            assert (a == b).all() and abs(a - want).max() <= 1e-5 * abs(want).max()
+            assert abs(want - once).max() <= 1e-5 * abs(once).max()
 
 
 def test_a_killed_rank_ends_the_job_with_an_error(runs):
