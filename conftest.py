@@ -33,17 +33,17 @@ def short_training():
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory, short_training):
+def tiny_targets(tmp_path_factory, short_training):
     """Directories of both built-in targets, hardly trained."""
     folder = tmp_path_factory.mktemp("targets")
     return {x: target.tiny_target(x, folder / f"tiny-{x}", progress=False, steps=3) for x in target.TINY_STEPS}
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory, tiny):
+def runs(tmp_path_factory, tiny_targets):
     """A folder of runs that holds those targets as if they were trained in full."""
     folder = tmp_path_factory.mktemp("runs")
-    for preset, made in tiny.items():
+    for preset, made in tiny_targets.items():
         path = shutil.copytree(made, folder / made.name)
         recipe = json.loads((path / "tiny_target.json").read_text())
         recipe["steps"] = target.TINY_STEPS[preset]

@@ -198,7 +198,7 @@ def test_sigterm_while_the_target_is_made_leaves_no_target_and_a_run_that_resume
 def test_killed_at_random_moments_ends_as_if_undisturbed(runs, kills, tmp_path):
     rng, name, output = random.Random(kills), f"killed-{kills}", tmp_path / "output"
     steps = 3 * kills
-    flags = ["--steps", steps, "--save-every", 1]
+    flags = ["--steps", steps, "--save-every", 1, "--ttt-steps", 7]  # so slow that no run ends before it is killed
     train.main(command(runs, f"calm-{kills}", *flags))
     for _ in range(kills):
         before = newest(runs / name)

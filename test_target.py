@@ -24,9 +24,14 @@ from target import PAD, Target, byte_tokenizer, default_aux_layers, load_target,
 PRESETS = ["deepseek-v3", "kimi-k3"]
 
 
+@pytest.fixture
+def tiny(tiny_targets):
+    return tiny_targets
+
+
 @pytest.fixture(scope="session")
-def held_out(tiny):
-    tokenizer = load_target(tiny["deepseek-v3"]).tokenizer
+def held_out(tiny_targets):
+    tokenizer = load_target(tiny_targets["deepseek-v3"]).tokenizer
     return answered(tokenizer, python_documents(held_out=True)[:12])
 
 
