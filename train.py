@@ -23,9 +23,8 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-from entry import ending, guard_loading, handle_signals, interrupt
+from training.entry import ending, guard_loading, handle_signals, interrupt
 
 # OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
 # on the same cores. Read when torch loads.
@@ -35,19 +34,23 @@ if __name__ in ("__main__", "__mp_main__"):  # what follows takes seconds to loa
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from capture import send, write_capture
 from costs import even_workload, matrix_rate, memory_of, model_flops, step_memory
-from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
-from draft_deepseek import BLOCK, Metrics, RowChunks, TTTLoss, anchor_mask, attend, block_index
-from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
-from files import is_part, remove, remove_parts, replace_with, to_json
-from settings import DRAFT_VOCAB, Settings, flag, is_built_in, parse, resolve
-from sources import Batch, FollowedRows, Rows, Source, conversations, make_rows, open_source
-from target import Target, load_tokenizer
+from data.files import is_part, remove, remove_parts, replace_with, to_json
+from data.send import send
+from draft_deepseek import TTTLoss
+from states.write import write_capture
+from target.model import Target, load_tokenizer
+from training.compiling import autocast, compile_loss, flex_compiles
+from training.drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
+from training.evaluation import decode_for_real, evaluate
+from training.ranks import Ranks, join_ranks
+from training.rows import Batch, FollowedRows, Rows, make_rows
+from training.settings import DRAFT_VOCAB, Settings, flag, is_built_in, parse, resolve
+from training.sources import Source, conversations, open_source
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
@@ -98,65 +101,6 @@ def finish(args: Settings, run: Path, draft: nn.Module, result: dict) -> None:
         export(draft, run / "draft", args.export_dtype)
     replace_with(run / "result.json", lambda half: half.write_text(to_json(result) + "\n"))
     report(args, run, result)
-
-
-class Ranks(NamedTuple):
-    """This process among those of `torchrun`; alone without it."""
-
-    rank: int = 0
-    world: int = 1
-
-    def sum(self, x: Tensor) -> Tensor:
-        if self.world > 1:
-            dist.all_reduce(x)
-        return x
-
-    def share(self, module: nn.Module) -> None:
-        """The first rank's parameters and buffers, on all."""
-        if self.world > 1:
-            for x in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(x.data, 0)
-
-    def print(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def gather(self, items: list) -> list:
-        """The items of all ranks, in their order."""
-        if self.world == 1:
-            return items
-        found = [None] * self.world
-        dist.all_gather_object(found, items)
-        return [item for part in found for item in part]
-
-    def first_alone(self):
-        """Rank 0 goes through the block first, the others after it."""
-        return first_alone(self) if self.world > 1 else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def first_alone(ranks: Ranks):
-    if ranks.rank > 0:
-        dist.barrier()
-    yield
-    if ranks.rank == 0:
-        dist.barrier()
-
-
-@contextlib.contextmanager
-def join_ranks(args: Settings):
-    if "WORLD_SIZE" not in os.environ:
-        yield Ranks()
-        return
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    if torch.device(args.device).type == "cuda":
-        args.device = f"cuda:{local}"
-        torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
-    try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -286,39 +230,6 @@ def check_memory(args: Settings, needed: int) -> None:
 
 def is_servable(draft: nn.Module) -> bool:
     return draft.config.q_lora_rank is not None
-
-
-@functools.cache
-def flex_compiles(device: str) -> bool:
-    """Whether FlexAttention compiles for this device; if not, says so, and plain attention takes its place."""
-    q = torch.randn(1, 1, BLOCK, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    slots = torch.arange(BLOCK, device=device)[None]
-    mask = anchor_mask(slots, torch.zeros_like(slots))
-    try:
-        o, lse = torch.compile(attend, fullgraph=True)(q, q, q, mask._replace(blocks=block_index(mask, BLOCK)), 0.125)
-        (o.sum() + lse.sum()).backward()
-    except Exception as error:  # whatever the compilers of some device raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        print(f"FlexAttention does not compile for {device} ({reason}); plain attention takes more time and memory")
-        return False
-    return True
-
-
-def compile_loss(loss: TTTLoss, mode: str | None, **options) -> None:
-    """Make the keys of a row and the S-step loss of a chunk one static graph each, whatever the row's number of chunks;
-    the only place that compiles. mode: off, or torch.compile's; its other options as they are.
-
-    Chunks are captured as CUDA graphs by max-autotune. The keys are a few large kernels, which gain nothing by it.
-    """
-    if mode == "off":
-        return
-    plain = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
-    loss.keys = torch.compile(loss.keys, fullgraph=True, dynamic=False, mode=plain, **options)
-    loss.chunk = torch.compile(loss.chunk, fullgraph=True, dynamic=False, mode=mode, **options)
-
-
-def autocast(args: Settings):
-    return torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=args.precision == "bfloat16")
 
 
 # ------------------------------------------------------------------------------------------------------------- training
@@ -535,70 +446,7 @@ class Interruption:
             signal.signal(number, handler)
 
 
-# ----------------------------------------------------------------------------------------------------------- evaluation
-
-
-@torch.no_grad()
-def evaluate(args: Settings, ranks: Ranks, loss: TTTLoss, held_out: Rows | FollowedRows) -> dict:
-    """Over held-out rows: accept lengths at S drafted tokens (simulated, walked), by position too, and accuracy per
-    step, all pooled; `on_policy` is the share of learned tokens that are the teacher's own choice."""
-    new = dict(dtype=torch.float64, device=args.device)
-    walked, chains = torch.zeros(len(BUCKETS), 2, **new), torch.zeros(len(BUCKETS), 2, args.ttt_steps, **new)
-    steps, own = torch.zeros(2, args.ttt_steps, **new), torch.zeros(2, **new)
-    for rows in held_out.some(args.eval_rows, ranks):
-        with autocast(args):
-            _, m = loss.learn(rows)
-        walked += torch.tensor(list(walk_by_bucket(rows, m).values()), **new)
-        chains += chains_by_bucket(rows, m).to(args.device)
-        steps += torch.stack([m.step_hits, m.step_supervised])
-        own += torch.tensor(on_policy(rows), **new)
-    walked, chains, (hits, supervised), (same, learned) = (ranks.sum(x) for x in (walked, chains, steps, own))
-    return accept_lengths(walked.sum(0), chains.sum(0)) | {
-        "accuracy": (hits / supervised.clamp(min=1)).tolist(),
-        "on_policy": float(same / learned.clamp(min=1)),
-        "by_position": {
-            name: accept_lengths(w, c) for name, w, c in zip(BUCKETS, walked, chains, strict=True) if w[1] > 0
-        },
-    }
-
-
-def accept_lengths(walked: Tensor, chains: Tensor) -> dict:
-    """walked (tokens, rounds), chains [2,S] (right up to step s, valid up to s)."""
-    hits, valid = chains
-    simulated = 1 + float((hits / valid.clamp(min=1)).sum())
-    return {"simulated": simulated, "walked": Accepted(*walked.tolist()).length, "slots": int(valid[0])}
-
-
-def chains_by_bucket(rows: RowChunks, m: Metrics) -> Tensor:
-    """[buckets,2,S]: chains right up to step s, and valid ones, by the position they start at."""
-    position = rows.position.cpu().gather(1, rows.anchors.clamp(min=0))
-    chains = torch.stack([m.hit.cpu() & rows.valid, rows.valid]).long().cumprod(1)  # [2,S,B,A]
-    ends = [0, *BUCKETS.values()]
-    inside = torch.stack([(position >= a) & (position < b) for a, b in itertools.pairwise(ends)])
-    return torch.einsum("csba,kba->kcs", chains.double(), inside.double())
-
-
-def on_policy(rows: RowChunks) -> tuple[int, int]:
-    """How many learned tokens are what the target would have said greedily, and of how many."""
-    document, tokens = (x.cpu() for x in (rows.document, rows.tokens))
-    counted = rows.learned[:, :-1] & (document[:, 1:] == document[:, :-1])
-    return int((counted & (rows.choice[:, :-1] == tokens[:, 1:])).sum()), int(counted.sum())
-
-
-def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
-    """Greedy speculative decoding after held-out prompts, its tokens compared with the target's own greedy ones."""
-    accepted, same, target = Accepted(0, 0), 0, source.target
-    prompts = [d.tokens[: int(d.loss_mask.int().argmax())] for d in source.held_out[: args.decode_prompts]]
-    prompts = [prompt for prompt in prompts if len(prompt)]
-    if not isinstance(target, Target):
-        prompts = []  # only its states were at hand
-    verifier = choose_verifier(target) if prompts else None
-    for prompt in tqdm(prompts, desc="decoding", unit="prompt", disable=not prompts):
-        drafter = Drafter(draft, 1, len(prompt) + args.decode_tokens, args.ttt_steps)
-        (decoded,) = speculative(drafter, target, [prompt], args.decode_tokens, verifier=verifier)
-        accepted += decoded.accepted
-        same += torch.equal(decoded.tokens, target.greedy(prompt, args.decode_tokens).cpu())
-    return {"prompts": len(prompts), "identical": same, "rounds": accepted.rounds, "decoded": accepted.length}
+# ----------------------------------------------------------------------------------------------------------- the report
 
 
 def report(args: Settings, run: Path, result: dict) -> None:

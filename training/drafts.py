@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data import PACKING, draft_vocabulary, draft_vocabulary_map
+from data.files import check_finite, naming, read_json, reason_of, remove, replace_with, to_json, weight_map
+from data.packing import PACKING
+from data.vocabulary import draft_vocabulary, draft_vocabulary_map
 from draft_deepseek import (
     DeepseekV3Eagle3DraftModel,
     Eagle3MLAConfig,
@@ -18,9 +20,8 @@ from draft_deepseek import (
     rope_frequencies,
 )
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from files import check_finite, naming, read_json, reason_of, remove, replace_with, to_json, weight_map
-from sources import Source
-from target import check_counts, check_target_config, default_aux_layers
+from target.model import check_counts, check_target_config, default_aux_layers
+from training.sources import Source
 
 # ------------------------------------------------------------------------------------------------------------- presets
 

@@ -8,9 +8,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from data.files import INDEX, Damaged, check_finite, naming, read_json, shapes_in, weight_map
 from draft_deepseek import RMSNorm
-from files import INDEX, Damaged, check_finite, naming, read_json, shapes_in, weight_map
-from target import Target, check_directory, load_tokenizer
+from target.model import Target, check_directory, load_tokenizer
 
 LAYOUTS = (  # how checkpoints name the text model, and its head
     ("model.", "lm_head."),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from captured import is_captured
+from data.files import read_json
 from draft_deepseek import BLOCK, default_chunk
-from files import read_json
-from sources import TINY
+from states.read import is_captured
+from training.sources import TINY
 
 # What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
 # above 3.0 for deepseek-v3 and 2.5 for kimi-k3), and with a model of your own.

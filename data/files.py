@@ -1,5 +1,6 @@
 """Files that others wrote: what goes wrong with them is named, and what is written is whole or absent."""
 
+import fcntl
 import json
 import math
 import os
@@ -7,9 +8,10 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -45,6 +47,15 @@ def check_regular(path: Path, role: str) -> None:
     for test, kind in kinds.items():
         if test(mode):
             raise ValueError(f"{role} {path} is {kind}; a file is wanted")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """For reading; ValueError for what is no file: a FIFO would wait for its writer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError("it is no regular file")
+    return open(descriptor, "rb")
 
 
 def read_json(path: Path, keys) -> dict:
@@ -98,6 +109,21 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """ValueError naming those of the weights that hold NaN or Inf: read or written, they are of no use."""
     if bad := [name for name, x in tensors if not is_finite(x)]:
         raise ValueError(f"NaN or Inf in {len(bad)} of its tensors ({', '.join(bad[:3])})")
+
+
+def being_written(path: Path) -> bool:
+    """Does a writer hold path.lock? vLLM leaves that file behind and holds a lock on it (flock) while it writes."""
+    try:
+        lock = os.open(f"{path}.lock", os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -165,6 +191,29 @@ def synchronise(path: Path) -> None:
             os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def opened_alone(path: Path) -> Iterator[BinaryIO]:
+    """`path` to append to, unbuffered, which no other process has open so. ValueError: one has, or it is no file."""
+    if path.exists() and not path.is_file():  # a FIFO would wait for its reader
+        raise ValueError(f"{path} is no regular file; remove it")
+    with open(path, "ab", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process writes into {path.parent}; wait for it, or name another") from None
+        yield file
+
+
+def append(file: BinaryIO, row) -> None:
+    """A line of JSON behind the others, at once."""
+    line = (json.dumps(row) + "\n").encode()
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError as error:  # of a full disk, and it names no file
+        raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def to_json(values, **how) -> str:

@@ -13,7 +13,6 @@ import json
 import math
 import mmap
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,8 @@ from typing import BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from data.files import open_regular
 
 MAX_HEADER = 100_000_000  # bytes of a safetensors header, the format's own bound
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -69,15 +70,6 @@ class Tensors(NamedTuple):
             shape = [max(stop - start, 0), *inner] if i is None else inner
         begin, count = x.begin + first * dtype.itemsize, math.prod(shape) * dtype.itemsize
         return self.bytes_at(begin, count).view(dtype).view(shape)
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """For reading; ValueError for what is no file: a FIFO would wait for its writer."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ValueError("it is no regular file")
-    return open(descriptor, "rb")
 
 
 def read_bytes(file: BinaryIO, begin: int, count: int) -> Tensor:
