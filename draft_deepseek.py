@@ -183,10 +183,10 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         """One TTT step over all T slots, dense and simple: the states a[t, s], [B,T,H] (normed with `norm_output`).
 
         input_ids [B,T] the tokens slots feed at this step, projected_hidden_states [B,T,H] the features (step 0) or the
-        last step's result, attention_mask [B,T] (1 real, 0 padding; not read when packed). cache_hidden: `[[], []]` or
-        a `TTTCache`, the same object for every step of an unroll; None is a fresh one. seq_lens [B, documents], padded
-        with zeros, packs documents and needs position_ids [B,T] counted per document. ValueError: seq_lens that do not
-        sum to T in a row, or come without position_ids.
+        last step's result, attention_mask [B,T] (1 real, 0 padding, whose states count as zeros). cache_hidden: `[[],
+        []]` or a `TTTCache`, the same object for every step of an unroll; None is a fresh one. seq_lens [B, documents],
+        padded with zeros, packs documents and needs position_ids [B,T] counted per document. ValueError: seq_lens that
+        do not sum to T in a row, or come without position_ids.
         """
         b, t = input_ids.shape
         device = input_ids.device
@@ -852,6 +852,7 @@ class RowChunks:
         self, draft_ids, tokens, document, position, features, loss_mask, last_hidden, head, *, steps=7, chunk=None,
         choice=None, make_mask=True,
     ):  # fmt: skip
+        tokens, document, position, loss_mask = (x.cpu() for x in (tokens, document, position, loss_mask))
         check_rows(tokens, document, position, features, loss_mask, last_hidden)
         device, t = features.device, tokens.shape[1]
         padding = (document < 0).to(device)
@@ -870,7 +871,7 @@ class RowChunks:
         self.anchors, self.rank, self.largest_id = slots, self.learned.long().cumsum(1) - 1, int(tokens.max())
         self.fed_rank = self.rank.clamp(min=0).expand(steps, -1, -1).gather(2, fed)
         self.kept = self.empty_table() if len(self) == 1 and choice is None else None  # one pass of the head is enough
-        self.choice = self.ask() if choice is None else choice
+        self.choice = self.ask() if choice is None else choice.cpu()
         drafted = torch.zeros(1 + max(int(self.choice.max()), int(draft_ids.max())), dtype=torch.bool)
         drafted[draft_ids.cpu()] = True
         covered = self.learned & drafted[self.choice.clamp(min=0)]
@@ -917,13 +918,13 @@ class RowChunks:
 
     def ask(self) -> Tensor:
         """The target's choice after each learned token [B,T], -1 elsewhere; with one chunk its teacher on the way."""
-        choice = torch.full_like(self.rank, -1)
+        choice = torch.full_like(self.rank, -1, device=self.last_hidden.device)
         for row, token, logits in self.logits(self.learned):
-            choice[row, token] = logits.argmax(-1).cpu()
+            choice[row.to(choice.device), token.to(choice.device)] = logits.argmax(-1).to(choice.device)
             if self.kept is not None:
                 at = row.to(self.kept.device), self.rank[row, token].to(self.kept.device)
                 self.kept[at] = teach(logits, self.draft_ids.to(logits.device)).to(self.kept)
-        return choice
+        return choice.cpu()
 
     def logits(self, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(row [m], token [m], the target's logits [m,V]) of the tokens chosen [B,T], never of many at once."""
