@@ -29,10 +29,10 @@ from conversations import answered
 from data import Document, anchors_of, cut_to, pack, python_documents
 from sources import teacher_check
 from target import byte_tokenizer
-from test_decode import toy_batch, toy_draft, toy_rows
+from tests.test_serving_decode import toy_batch, toy_draft, toy_rows
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 FORK = multiprocessing.get_context("fork")  # a child has all that is imported and parsed: a run starts in a second
 
 

@@ -17,10 +17,10 @@ import settings
 import train
 from data import Document, anchors_of, best_fit, draft_vocabulary, lay_out, pack
 from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, export_config, export_state, import_state
-from test_decode import TOY, toy_batch, toy_draft
+from tests.test_serving_decode import TOY, toy_batch, toy_draft
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 
 
 # ------------------------------------------------------------------------------------------------------------- packing

@@ -23,9 +23,9 @@ from drafts import make_draft
 from settings import Settings, resolve
 from sources import Assembler, open_source
 from target import load_target
-from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, raw_last, states, target  # noqa: F401  fixtures work by their names
-from test_conversations import turns
-from test_runs import complaint, finish, start
+from tests.test_data_conversations import turns
+from tests.test_states_read import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, raw_last, states, target  # noqa: F401  fixtures work by their names
+from tests.test_train_resume import complaint, finish, start
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

@@ -27,7 +27,7 @@ from data import draft_vocabulary_map
 from draft_deepseek import Eagle3MLAConfig
 from ends import load_ends
 from target import byte_tokenizer, load_target
-from test_captured import (  # noqa: F401  fixtures work by their names
+from tests.test_states_read import (  # noqa: F401  fixtures work by their names
     DRAFT_IDS,
     H,
     V,
@@ -103,7 +103,7 @@ def test_a_killed_process_leaves_a_directory_that_resumes(tmp_path, home, target
     many, out = documents * 20, tmp_path / "out"
     torch.save([tuple(d) for d in many], tmp_path / "many.pt")
     command = [sys.executable, "-c", KILLED, str(tmp_path / "many.pt"), str(out), str(home)]
-    process = subprocess.run(command, cwd=Path(__file__).parent, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.run(command, cwd=Path(__file__).parent.parent, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert process.returncode == -signal.SIGKILL
     with pytest.raises(ValueError, match="lacks 62 of 100"):
         open_captured(out, ends)
