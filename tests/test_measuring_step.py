@@ -1,22 +1,16 @@
-"""Claims about bench.py: what it compares is the same mathematics, and its formulas count what autograd really does."""
+"""Claims about timing a step: what is compared is the same mathematics, and what is measured is what was asked for."""
 
-import json
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import bench
-import bench_decode
-from bench import Baseline, Cell, Ours, make_batch, make_config
-from costs import model_flops, saved_by_baseline, saved_by_ours, workload
-from draft_deepseek import build_rows, valid_slots
-
-TINY = Cell(size="tiny", slots=96, share=0.5)
+from bench import Baseline, Ours, make_batch
+from draft_deepseek import valid_slots
+from tests.helpers import TINY_CELL
 
 
 def sharp_draft(cell):
@@ -31,7 +25,7 @@ def sharp_draft(cell):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", bench.DRAFTS)
 def test_the_baseline_has_our_loss_and_gradients(name, packed):
-    cell = replace(TINY, draft=name, packed=packed)
+    cell = replace(TINY_CELL, draft=name, packed=packed)
     draft = sharp_draft(cell)
     batch = make_batch(cell, draft)
     want, got = (bench.gradients(cell, draft, batch, one) for one in (Baseline(draft), Ours(draft)))
@@ -45,111 +39,19 @@ def test_the_baseline_has_our_loss_and_gradients(name, packed):
     "defect", [lambda b: b._replace(position=b.position * 2), lambda b: b._replace(document=b.document * 0)]
 )
 def test_a_disagreement_is_found_before_anything_is_timed(defect):
-    draft = sharp_draft(TINY)
-    batch, ours = make_batch(TINY, draft), Ours(draft)
+    draft = sharp_draft(TINY_CELL)
+    batch, ours = make_batch(TINY_CELL, draft), Ours(draft)
     impls = {"baseline": Baseline(draft), "ours eager": ours}
-    bench.check(TINY, draft, batch, impls)
+    bench.check(TINY_CELL, draft, batch, impls)
     prepare = ours.prepare
     ours.prepare = lambda batch: prepare(defect(batch))
     with pytest.raises(bench.Disagreement, match=r"ours eager differs from baseline: .*q_b_proj"):
-        bench.check(TINY, draft, batch, impls)
-
-
-def saved_bytes(fn, exclude) -> int:
-    """Bytes of the distinct storages that autograd keeps for the backward of fn, but for those of `exclude`."""
-    known, found = {x.untyped_storage().data_ptr() for x in exclude}, {}
-
-    def pack(x):
-        found[x.untyped_storage().data_ptr()] = x  # kept alive, so that no address is used twice
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        result = fn()
-    assert result.requires_grad
-    return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in known)
-
-
-def saved_at(name: str, c: int, slots: int, anchors: int | None = None, recompute: str = "none") -> int:
-    """What the baseline, or ours with `anchors`, keeps at the tiny size with c bytes per number."""
-    cell = replace(TINY, draft=name, slots=slots, share=0.1, dtype="bfloat16" if c == 2 else "float32")
-    draft = bench.make_draft(cell)
-    batch = make_batch(cell, draft)
-    if anchors is None:
-        implementation = Baseline(draft)
-        prepared = implementation.prepare(batch)
-    else:
-        implementation, (*row, head) = Ours(draft), batch
-        implementation.ttt_loss.recompute = recompute
-        prepared = (build_rows(draft.draft_ids, *row, lambda x: x @ head.T, steps=bench.STEPS, anchors=anchors),)
-    flat = [x for part in prepared for x in (part if isinstance(part, tuple) else [part]) if torch.is_tensor(x)]
-    with bench.autocast(cell):
-        return saved_bytes(lambda: implementation(*prepared), [*draft.parameters(), *flat])
-
-
-@pytest.mark.parametrize("c", [4, 2])
-@pytest.mark.parametrize("name", bench.DRAFTS)
-def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
-    cfg = make_config(name, "tiny")
-    base = saved_at(name, c, 128, 80)
-    ours = saved_by_ours(cfg, c, bench.STEPS)
-    assert saved_at(name, c, 128, 110) - base == 30 * ours.anchor
-    assert saved_at(name, c, 192, 80) - base == 64 * ours.slot
-    first, second, third = (saved_at(name, c, slots) for slots in (64, 128, 192))
-    dense = saved_by_baseline(cfg, c, bench.STEPS)
-    assert third - 2 * second + first == 2 * 64**2 * dense.pair
-    assert second - first == 64 * dense.slot + (128**2 - 64**2) * dense.pair
-
-
-@pytest.mark.parametrize("name", bench.DRAFTS)
-def test_saved_bytes_with_recompute_step(name):
-    """The checkpoint also holds the token half [T,..] and the mask's two bounds [A], in lists that no hook sees."""
-    cfg = make_config(name, "tiny")
-    base, ours = saved_at(name, 4, 128, 80, "step"), saved_by_ours(cfg, 4, bench.STEPS, "step")
-    gate = cfg.num_attention_heads * cfg.v_head_dim if name == "kimi-k3" else 0
-    token_half = 4 * (cfg.q_lora_rank + cfg.kv_lora_rank + cfg.qk_rope_head_dim + gate)
-    assert saved_at(name, 4, 192, 80, "step") - base == 64 * (ours.slot - token_half)
-    assert 0 <= 30 * ours.anchor - (saved_at(name, 4, 128, 110, "step") - base) <= 30 * 2 * 8
-    assert ours.anchor + ours.remade < saved_by_ours(cfg, 4, bench.STEPS).anchor / 2
-
-
-@pytest.mark.parametrize("name", bench.DRAFTS)
-def test_model_flops_are_those_of_the_products_that_run(name):
-    """The baseline's products counted by PyTorch: full T x T scores, own keys pointwise, the token half every step."""
-    cell = replace(TINY, draft=name, share=1.0, packed=False)
-    draft = bench.make_draft(cell)
-    batch, one, t, steps = make_batch(cell, draft), Baseline(draft), cell.slots, bench.STEPS
-    with FlopCounterMode(display=False) as counter:
-        one(*one.prepare(batch)).backward()
-    cfg = draft.config
-    counts = dict(slots=t, pairs=steps * t, later_pairs=(steps - 1) * t, keys_read=steps * t * t, own_keys_read=0)
-    formula = model_flops(cfg, **counts, supervised=steps * t, taught=t)
-    gate = cfg.num_attention_heads * cfg.v_head_dim if name == "kimi-k3" else 0
-    token_half = cfg.hidden_size * (cfg.q_lora_rank + cfg.kv_lora_rank + cfg.qk_rope_head_dim + gate)
-    assert counter.get_total_flops() == sum(formula.values()) + 6 * (steps - 1) * t * token_half
-
-
-def test_workload_counts_every_pair_by_hand():
-    """Documents of 4 and 3 slots, all supervised: slot t of a document of n is needed at steps below n - 1 - t."""
-    document = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
-    position = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    batch = bench.Batch(document, document, position, None, torch.ones_like(document), None, None)
-    got = workload(batch.document, batch.loss_mask, batch.position, bench.STEPS)
-    steps = {0: 3, 1: 2, 2: 1}, {0: 2, 1: 1}  # slot: steps
-    pairs = [(t, s) for of in steps for t, n in of.items() for s in range(n)]
-    assert got == {
-        "slots": 7,
-        "pairs": len(pairs),
-        "later_pairs": sum(s > 0 for _, s in pairs),
-        "keys_read": sum(t + 1 for t, _ in pairs),
-        "own_keys_read": sum(s for _, s in pairs),
-        "supervised": len(pairs),
-        "taught": 5,
-    }
+        bench.check(TINY_CELL, draft, batch, impls)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_answers_end_their_documents_and_make_up_the_share(share):
-    cell = replace(TINY, slots=1024, share=share)
+    cell = replace(TINY_CELL, slots=1024, share=share)
     batch = make_batch(cell, bench.make_draft(cell))
     assert batch.document.unique().numel() > 3
     assert abs(batch.loss_mask.float().mean() - share) < 0.02
@@ -157,91 +59,6 @@ def test_answers_end_their_documents_and_make_up_the_share(share):
         mask = batch.loss_mask[batch.document == number]
         assert (mask.diff() >= 0).all() and mask[-1] == 1
     assert valid_slots(batch.document, batch.loss_mask, 1).sum() <= batch.loss_mask.sum()
-
-
-def test_the_last_line_of_the_train_suite_is_json(tmp_path, capsys):
-    out = tmp_path / "full.json"
-    flags = ["--size", "tiny", "--row-tokens", "64", "--share", "0.5", "--rounds", "1", "--threads", "1", "--out"]
-    bench.main([*flags, str(out)])
-    result, full = json.loads(capsys.readouterr().out.splitlines()[-1]), json.loads(out.read_text())
-    baseline, ours = result["rows"]
-    assert (baseline["implementation"], ours["implementation"]) == ("baseline", "ours eager")
-    assert baseline["faster"] == 1.0 and ours["faster"] > 0 and 0 < ours["mfu"] < 1
-    if sys.platform == "linux":
-        assert 0 < ours["memory_share"] < 2 and len(result["peak_of_2t_over_t"]) == 1
-    assert full["rows"] == result["rows"]
-    assert {"step 0", "later steps", "attention", "loss", "backward", "optimizer"} < full["cells"][0][
-        "breakdown"
-    ].keys()
-
-
-def test_the_shapes_suite_ends_in_json(capsys, tmp_path):
-    bench.main(["--suite", "shapes", "--out", str(tmp_path / "out")])
-    drafts = json.loads(capsys.readouterr().out.splitlines()[-1])["drafts"]
-    v3 = drafts[0]
-    assert v3["cache_bytes"] == [2 * 576, 2 * 40960]  # DESIGN.md's 576 and 40,960 numbers
-    assert {row["draft"] for row in drafts} == {"deepseek-v3", "kimi-k2.5", "kimi-k3"}
-    v3 = json.loads((tmp_path / "out").read_text())["cells"][0]
-    assert v3["memory"]["T 4096 100%"]["ours"].keys() == v3["memory"]["T 131072 25%"]["dense"].keys()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--rounds", "0"],
-        ["--share", "1.5"],
-        ["--row-tokens", "0"],
-        ["--suite", "h200"],
-        ["--row-tokens", "1000000"],
-        ["--row-tokens", "1000000000000"],
-        ["--threads", "1000000"],
-        ["--k", "1000"],
-        ["--temperature", "nan"],
-        ["--new-tokens", "1000000000"],
-        ["--prompts", ""],
-        ["--model", ""],
-        ["--run", ""],
-        ["--out", ""],
-    ],
-)
-def test_bad_input_is_named_with_exit_code_2(arguments, capsys):
-    assert bench.cli(arguments) == 2
-    said = capsys.readouterr().err
-    assert arguments[0] in said and said.count("\n") == 1
-
-
-def test_out_is_tried_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    (tmp_path / "there").write_text("mine")
-    monkeypatch.setattr(bench, "SUITES", dict.fromkeys(bench.SUITES))  # whatever would measure fails
-    for out, said in (
-        (tmp_path, "is a folder"),
-        (tmp_path / "there", "exists already"),
-        (tmp_path / "a" / "b", "no such"),
-    ):
-        assert bench.cli(["--out", str(out)]) == 2
-        assert said in capsys.readouterr().err and (tmp_path / "there").read_text() == "mine"
-
-    def full(**_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(bench.tempfile, "TemporaryFile", full)
-    assert bench.cli(["--out", str(tmp_path / "new")]) == 2
-    said = capsys.readouterr().err
-    assert "--out" in said and "No space left" in said and said.count("\n") == 1
-
-
-def test_caches_that_cannot_fit_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
-    flags = ["--suite", "decode", "--size", "tiny", "--batch", "4096", "--context", str(1 << 20)]
-    assert bench.cli(flags) == 2
-    assert "error: --batch 4096 rows of --context 1048576 need about" in capsys.readouterr().err
-
-
-def test_a_prompt_file_that_never_ends_is_refused(tmp_path):
-    os.mkfifo(tmp_path / "fifo")
-    args = bench.parse(["--suite", "decode", "--prompts", str(tmp_path / "fifo")])
-    with pytest.raises(ValueError, match="--prompts .* is a FIFO"):
-        bench_decode.load_prompts(args, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
