@@ -10,24 +10,19 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import sources
 import train
-from data import draft_vocabulary_map, python_documents
+from data import python_documents
 from draft_deepseek import TTTLoss
 from drafts import make_draft
 from settings import Settings, resolve
 from sources import Assembler, open_source
 from target import load_target
-from test_captured import AUX, DRAFT_IDS, LAYOUTS, documents, home, layout, raw_last, states, target  # noqa: F401  fixtures work by their names
-from test_conversations import turns
-from test_runs import complaint, finish, start
-
-os.environ["HF_HUB_OFFLINE"] = "1"
+from tests.helpers import AUX, DRAFT_IDS, LAYOUTS, complaint, finish, start, turns
 
 
 def settings(path, folder, **changes):
@@ -357,55 +352,3 @@ def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured,
 def test_data_that_cannot_be_used_is_one_line(runs, flags, said, capsys):
     argv = ["--runs", str(runs), "--name", "bad", *SHORT, "--documents", "20", *flags]
     assert said in complaint(argv, capsys) and not (runs / "bad").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("map.json", b"[" * 3000, "RecursionError"),
-        ("map.json", b'{"selected_token_ids": [0.5, 1.5]}', "whole numbers"),
-        ("map.json", b'{"selected_token_ids": [[0], [1]]}', "whole numbers"),
-        ("map.json", b'{"selected_token_ids": [true, false]}', "whole numbers"),
-        ("map.json", b'{"selected_token_ids": null}', "NoneType"),
-        ("map.json", b'{"selected_token_ids": [1180591620717411303424]}', "verflow"),
-        ("map.json", b"[]", "TypeError"),
-        ("map.json", b"\xff\xfe", "map.json cannot be used"),
-        ("d2t.npy", b"\x93NUMPY", "d2t.npy cannot be used"),
-        ("d2t.npy", np.array([0.0, 1.0]), "whole numbers"),
-        ("d2t.npy", np.array([{}], dtype=object), "allow_pickle"),
-        ("map.pt", {"d2t": torch.tensor([0.0, 0.5])}, "whole numbers"),
-        ("map.pt", {"d2t": [0, 0]}, "no row of offsets d2t"),
-        ("map.pt", torch.zeros(3), "no row of offsets d2t"),
-        ("map.pt", {"d2t": torch.zeros(3, 3, dtype=torch.long)}, "no row of offsets d2t"),
-        ("map.pt", b"\x80\x04junk", "map.pt cannot be used"),
-        ("map.pt", b"", "map.pt cannot be used"),
-        ("map.safetensors", b"\xff" * 40, "map.safetensors cannot be used"),
-        ("map.txt", b"1 2 3", "map.txt cannot be used"),
-    ],
-)
-def test_a_damaged_vocabulary_map_is_named_in_one_line(tmp_path, name, content, said):
-    path = tmp_path / name
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    elif isinstance(content, np.ndarray):
-        np.save(path, content, allow_pickle=True)
-    else:
-        torch.save(content, path)
-    with pytest.raises(ValueError, match=said) as caught:
-        draft_vocabulary_map(path, 12)
-    assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_no_pickle_of_a_vocabulary_map_is_executed_and_no_fifo_waited_for(tmp_path):
-    class Planted:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "executed"),)
-
-    torch.save({"d2t": Planted()}, tmp_path / "map.pt")
-    with (tmp_path / "d2t.npy").open("wb") as file:
-        np.lib.format.write_array(file, np.array([Planted()], dtype=object), allow_pickle=True)
-    os.mkfifo(tmp_path / "fifo.pt")
-    for name, said in (("map.pt", "map.pt cannot"), ("d2t.npy", "d2t.npy cannot"), ("fifo.pt", "is a FIFO")):
-        with pytest.raises(ValueError, match=said):
-            draft_vocabulary_map(tmp_path / name, 12)
-    assert not (tmp_path / "executed").exists()

@@ -1,7 +1,5 @@
-"""The frozen target, the built-in tiny targets and their corpus."""
+"""The frozen target: its states are the model's own, and what cannot be used is refused."""
 
-import ast
-import hashlib
 import json
 import shutil
 import socket
@@ -14,29 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import data
-import target as target_module
-from conversations import answered
-from data import python_documents
 from ends import load_ends
-from target import PAD, Target, byte_tokenizer, default_aux_layers, load_target, orthogonalise, tiny_target
+from target import Target, default_aux_layers, load_target
+from tests.helpers import next_logits
 
 PRESETS = ["deepseek-v3", "kimi-k3"]
-
-
-@pytest.fixture
-def tiny(tiny_targets):
-    return tiny_targets
-
-
-@pytest.fixture(scope="session")
-def held_out(tiny_targets):
-    tokenizer = load_target(tiny_targets["deepseek-v3"]).tokenizer
-    return answered(tokenizer, python_documents(held_out=True)[:12])
-
-
-def next_logits(target, tokens):
-    return target.head(target.states(tokens[None])[1][0])
 
 
 def llama(folder: Path, layers=7, **changes) -> Path:
@@ -51,8 +31,8 @@ def llama(folder: Path, layers=7, **changes) -> Path:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_capture_equals_the_models_own_states_one_document_at_a_time(tiny, held_out, preset):
-    target = load_target(tiny[preset])
+def test_capture_equals_the_models_own_states_one_document_at_a_time(tiny_targets, held_out, preset):
+    target = load_target(tiny_targets[preset])
     captured = target.capture([d.tokens for d in held_out])
     assert target.sees_no_padding and len(list(target.batches([len(d.tokens) for d in held_out]))) < len(held_out)
     streams = {}
@@ -155,8 +135,8 @@ def test_a_target_whose_logits_are_not_its_heads_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_greedy_with_a_cache_equals_greedy_without(tiny, held_out, preset):
-    target = load_target(tiny[preset])
+def test_greedy_with_a_cache_equals_greedy_without(tiny_targets, held_out, preset):
+    target = load_target(tiny_targets[preset])
     prompt = expected = held_out[0].tokens[:50]
     for _ in range(12):
         expected = torch.cat([expected, next_logits(target, expected)[-1:].argmax(-1)])
@@ -328,130 +308,3 @@ def test_documents_that_cannot_be_captured(tmp_path):
     assert len(target.capture([torch.arange(3)])) == 1
     with pytest.raises(ValueError, match=r"documents \[0\] hold NaN"):
         target.capture([torch.arange(9)])
-
-
-# -------------------------------------------------------------------------------------------------------- tiny targets
-
-
-def test_the_tiny_deepseek_is_what_engines_serve(tiny):
-    config = json.loads((tiny["deepseek-v3"] / "config.json").read_text())
-    expected = {"model_type": "deepseek_v3", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    assert config | expected | {"num_nextn_predict_layers": 0} == config
-    assert config["rope_parameters"]["rope_type"] == "yarn" and config["rope_parameters"]["factor"] == 40
-    target = load_target(tiny["deepseek-v3"])
-    assert type(target.model) is transformers.DeepseekV3ForCausalLM and len(target.layers) >= 7
-    assert target.aux_layers == default_aux_layers(len(target.layers))
-    kinds = {type(layer.mlp).__name__ for layer in target.layers}
-    assert kinds == {"DeepseekV3MLP", "DeepseekV3MoE"}
-    assert target.special_token_ids == list(range(256, 262)) and target.eos_token_id == 258
-
-
-def test_the_tiny_kimi_has_gates_and_no_positions(tiny, held_out):
-    target = load_target(tiny["kimi-k3"])
-    for layer in target.layers:
-        layer.self_attn.g_proj.weight.data.zero_()
-    gated = next_logits(target, held_out[0].tokens)
-    for layer in target.layers:  # a sigmoid of 0 is a half, so halving every output by hand is the same
-        layer.self_attn.output = lambda o, gate, attn=layer.self_attn: attn.o_proj(o.transpose(1, 2).flatten(2)) / 2
-    torch.testing.assert_close(next_logits(target, held_out[0].tokens), gated)
-    one_token = torch.full((9,), 65)  # without positions and with equal tokens, every slot sees the same
-    states = target.capture([one_token])[0][1]
-    torch.testing.assert_close(states, states[:1].expand_as(states), atol=1e-4, rtol=1e-4)
-
-
-def test_a_tiny_target_is_made_once_and_alike(tiny, tmp_path, monkeypatch):
-    again = tiny_target("deepseek-v3", tmp_path / "again", progress=False, steps=3)
-    first, second = (load_target(path).model.state_dict() for path in (tiny["deepseek-v3"], again))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    monkeypatch.setattr(target_module, "train_tiny", lambda *args: pytest.fail("trained again"))
-    assert tiny_target("deepseek-v3", again, steps=3) == again
-    with pytest.raises(ValueError, match="holds built-in target .* 'steps': 3.* wanted is .* 'steps': 4"):
-        tiny_target("deepseek-v3", again, steps=4)
-    with pytest.raises(ValueError, match="holds built-in target"):
-        tiny_target("kimi-k3", again, steps=3)
-
-
-def test_a_killed_making_leaves_nothing_and_nothing_foreign_is_overwritten(tmp_path, monkeypatch):
-    def killed(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(target_module, "train_tiny", lambda *args: {})
-    monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", killed)
-    with pytest.raises(KeyboardInterrupt):
-        tiny_target("deepseek-v3", tmp_path / "t", progress=False)
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "note.txt").write_text("keep")
-    with pytest.raises(ValueError, match="holds no built-in target"):
-        tiny_target("deepseek-v3", tmp_path / "mine")
-    assert (tmp_path / "mine" / "note.txt").read_text() == "keep"
-    with pytest.raises(ValueError, match="no built-in target 'gpt'; there are deepseek-v3, kimi-k3"):
-        tiny_target("gpt", tmp_path / "t")
-
-
-def test_training_learns_and_leaves_the_callers_random_state(tmp_path):
-    torch.manual_seed(7)
-    before = torch.random.get_rng_state()
-    path = tiny_target("kimi-k3", tmp_path / "t", progress=False, steps=16)
-    assert torch.equal(torch.random.get_rng_state(), before)
-    assert json.loads((path / "tiny_target.json").read_text())["bits_per_byte"] < 6  # 8.03 untrained
-
-
-def test_orthogonalise_brings_singular_values_near_one():
-    torch.manual_seed(0)
-    for shape in ((2, 16, 40), (2, 40, 16)):
-        values = torch.linalg.svdvals(orthogonalise(torch.randn(shape)))
-        assert values.min() > 0.5 and values.max() < 1.3
-
-
-# ------------------------------------------------------------------------------------------------- tokenizer and corpus
-
-
-def test_every_text_survives_the_byte_tokenizer(tiny):
-    text = "".join(map(chr, [*range(0xD800), *range(0xE000, 0x10400), 0x1F600, 0x10FFFF]))
-    loaded = load_target(tiny["kimi-k3"]).tokenizer
-    for tokenizer in (byte_tokenizer(), loaded):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-        assert tokenizer.pad_token_id == PAD and "{% generation %}" not in tokenizer.chat_template
-
-
-def test_the_mask_covers_exactly_the_answer_and_its_end_of_turn(tiny):
-    tokenizer = load_target(tiny["deepseek-v3"]).tokenizer
-    prompt, answer = "def f(x):\n    'é'\n", "    return x  # ü\n"
-    (d,) = answered(tokenizer, [(prompt, answer)])
-    learned = [*answer.encode(), 261]
-    assert d.tokens.tolist() == [257, 259, *prompt.encode(), 260, *learned]
-    assert d.loss_mask.tolist() == [False] * (3 + len(prompt.encode())) + [True] * len(learned)
-    tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"  # rewrites history
-    with pytest.raises(ValueError, match="renders the prompt"):
-        answered(tokenizer, [(prompt, answer)])
-
-
-def test_corpus_is_deterministic_bounded_and_split_by_file():
-    held_out = python_documents(held_out=True)
-    assert held_out == python_documents(held_out=True) != python_documents(held_out=True, seed=1)
-    assert sorted(held_out) == sorted(python_documents(held_out=True, seed=1)) and len(set(held_out)) == len(held_out)
-    assert len(held_out) > 200
-    for prompt, answer in held_out:
-        assert 160 <= len((prompt + answer).encode()) <= 768 and len(answer.encode()) >= 64
-        assert 3 * len(prompt.encode()) >= len((prompt + answer).encode())
-    assert not set(held_out) & set(python_documents(held_out=False))
-    for name in ("json/decoder.py", "test/test_ast.py", "heapq.py", "unittest/test_x.py", "test/support/x.py"):
-        assert data.is_held_out(Path(name)) == (hashlib.sha256(name.encode()).digest()[0] % 12 == 0)
-        assert data.is_test_file(Path(name)) == ("test/" in name or "test_" in name)
-
-
-def test_cutting_a_file(tmp_path):
-    body = "".join(f"    value_{i} = {i} * argument  # ümlaut\n" for i in range(8))
-    source = f"@decorated\n@twice\ndef f(argument):\n    '''Documented.'''\n\x0c\n{body}\n\nclass A:\n    x = 1\n"
-    source += "".join(f"\n    def method_{i}(self, argument):\n" + body.replace("    v", "        v") for i in range(3))
-    path = tmp_path / "module.py"
-    path.write_text(source)
-    (prompt, answer), *methods = data.cut_into_documents(path)  # the class is too long for one document
-    assert prompt.startswith("@decorated\n@twice\ndef f(argument):\n    '''Documented.'''\n")
-    assert answer.endswith(" = 7 * argument  # ümlaut\n") and ast.parse(prompt + answer)
-    assert [p.split("(")[0] for p, _ in methods] == ["def method_0", "def method_1", "def method_2"]
-    for bad in (b"def f(:\n", b"\xff\xfe", b"x = '\x00'\n"):
-        path.write_bytes(bad)
-        assert data.cut_into_documents(path) == []

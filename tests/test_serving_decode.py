@@ -4,92 +4,32 @@ The targets are small models of every kind that verification meets: one without 
 and masked, recurrent ones, and tables whose exact distribution can be enumerated.
 """
 
-import json
 import math
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
-from safetensors.torch import save_file
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-import bench
-import bench_decode
 import decode
 from decode import Accepted, Cropped, Drafter, Round, Snapshots, WholeText, choose_verifier, speculative, walk
-from draft_deepseek import DeepseekV3Eagle3DraftModel, RowChunks, TTTLoss, build_rows, export_config, export_state
-from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from target import Target
-from test_drafts import K3, SIZES, make_batch, make_draft, make_rows, unroll
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-TOY = SIZES | {"vocab_size": 32, "draft_vocab_size": 32, "pad_token_id": None}
-TOY |= {"hidden_size": 32, "target_hidden_size": 32}
-NEXT = torch.randperm(32, generator=torch.Generator().manual_seed(0))
-
-
-class Toy:
-    """A deterministic target: after token x comes NEXT[x]. Its last hidden state is the token, one-hot."""
-
-    device, vocab_size, cache_name, stop_token_ids = torch.device("cpu"), 32, None, []
-
-    def states(self, tokens):
-        last = F.one_hot(tokens, 32).float()
-        return torch.cat([last, last.roll(3, -1), last.roll(7, -1)], -1), last
-
-    def capture(self, texts):
-        return [self.states(text) for text in texts]
-
-    def head(self, hidden):
-        return 9.0 * F.one_hot(NEXT[hidden.argmax(-1)], 32).float()
-
-    def greedy(self, prompt, n):
-        tokens = [prompt[-1]]
-        for _ in range(n):
-            tokens.append(NEXT[tokens[-1]])
-        return torch.stack(tokens[1:])
-
-
-def toy_rows(draft, text, loss_mask, make=build_rows):
-    """One row batch of token rows [B,T] that the toy target reads."""
-    features, last = Toy().states(text)
-    position = torch.arange(text.shape[1]).expand_as(text)
-    return make(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
-
-
-def toy_batch(draft, text, loss_mask):
-    """The same as the loop gets it."""
-    return SimpleNamespace(rows=lambda: toy_rows(draft, text, loss_mask, RowChunks))
-
-
-PROMPT = torch.tensor([5, 9, 2])
-
-
-def toy_draft(kind, steps, overfit=False):
-    """A draft trained for `steps` steps on the toy target's continuations of random prompts, or of PROMPT alone."""
-    torch.manual_seed(0)
-    draft = (DeepseekV3Eagle3DraftModel if kind == "deepseek" else KimiK3Eagle3DraftModel)(
-        TOY | ({"rope_theta": 10000.0} if kind == "deepseek" else K3)
-    )
-    draft.freeze_embeddings()
-    loss = TTTLoss(draft)
-    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
-    for i in range(steps):
-        prompts = PROMPT[None] if overfit else torch.randint(32, (2, 3))
-        text = torch.stack([torch.cat([p, Toy().greedy(p, 69)]) for p in prompts])
-        value, _ = loss(toy_rows(draft, text, (torch.arange(72) >= 3).expand_as(text)))
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 * (1 - i / steps) + 1e-4
-        optimizer.zero_grad()
-        value.backward()
-        optimizer.step()
-    return draft
+from draft_deepseek import TTTLoss, build_rows
+from test_drafts import make_batch, make_draft, make_rows, unroll
+from tests.helpers import (
+    PROMPT,
+    PROMPTS,
+    Table,
+    Toy,
+    attention_target,
+    exact_joint,
+    sharpened,
+    small_draft,
+    toy_draft,
+    toy_rows,
+)
 
 
 @pytest.fixture(scope="module", params=["deepseek", "kimi"])
@@ -234,49 +174,14 @@ class RecurrentBackbone(transformers.PreTrainedModel):
         return output
 
 
-def sharpened(model):
-    """A target of large random weights: what it says depends on the whole text."""
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() > 1:
-                p.copy_(torch.randn_like(p) * (2 if p.shape[0] == 12 else 1.5 / p.shape[-1] ** 0.5))
-    return Target(model, (0, 1, 2))
-
-
 def recurrent():
     torch.manual_seed(0)
     sizes = {"vocab_size": 12, "hidden_size": 20, "num_hidden_layers": 4, "eos_token_id": 3, "pad_token_id": None}
     return sharpened(Recurrent(RecurrentConfig(**sizes, tie_word_embeddings=False)))
 
 
-def attention():
-    torch.manual_seed(0)
-    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    experts |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "first_k_dense_replace": 3}
-    sizes = {"hidden_size": 20, "num_hidden_layers": 4, "num_attention_heads": 3, "num_key_value_heads": 3}
-    sizes |= {"intermediate_size": 20, "q_lora_rank": 10, "kv_lora_rank": 12, "qk_nope_head_dim": 6}
-    sizes |= {"qk_rope_head_dim": 8, "v_head_dim": 5, "vocab_size": 12, "eos_token_id": 3, "pad_token_id": None}
-    sizes |= {"bos_token_id": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    return sharpened(transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**experts, **sizes)))
-
-
-def small_draft(variant="deepseek", width=20, seed=0):
-    """An untrained draft over 7 of 12 tokens, of large random weights."""
-    sizes = {"vocab_size": 12, "draft_vocab_size": 12, "target_hidden_size": width, "pad_token_id": None}
-    draft, cfg = make_draft(variant, seed, **sizes)
-    reduced = type(draft)(cfg | {"draft_vocab_size": 7})
-    state = draft.state_dict()
-    state |= {"lm_head.weight": state["lm_head.weight"][:7], "d2t": reduced.d2t, "t2d": reduced.t2d}
-    reduced.load_state_dict(state)
-    reduced.set_vocab_mapping(torch.tensor([8, 1, 10, 3, 0, 6, 11]))
-    return reduced
-
-
-PROMPTS = [torch.tensor([4, 9, 2, 2, 11, 0]), torch.tensor([7]), torch.tensor([1, 5, 3])]
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize(("make", "variant"), [(attention, "deepseek-yarn"), (recurrent, "kimi")])
+@pytest.mark.parametrize(("make", "variant"), [(attention_target, "deepseek-yarn"), (recurrent, "kimi")])
 def test_every_verifier_gives_the_targets_own_text(make, variant, temperature):
     target, draft, n = make(), small_draft(variant), 18
     suited = choose_verifier(target)
@@ -299,7 +204,7 @@ class Logged(Drafter):
 
 @pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi"])
 def test_every_round_drafts_from_the_states_of_training_and_accepts_its_hits(variant):
-    target, draft, k = attention(), small_draft(variant), 3  # both look at the whole text
+    target, draft, k = attention_target(), small_draft(variant), 3  # both look at the whole text
     for prompt in PROMPTS:
         drafter = Logged(draft, 1, len(prompt) + 40, k)
         drafter.states = []
@@ -322,7 +227,7 @@ def test_every_round_drafts_from_the_states_of_training_and_accepts_its_hits(var
 
 
 def test_greedy_decoding_stops_where_the_target_stops():
-    target, draft = attention(), small_draft()
+    target, draft = attention_target(), small_draft()
     for prompt in (torch.tensor([x, 5]) for x in range(5)):
         want = target.greedy(prompt, 30, ignore_eos=False)
         assert torch.equal(continued(draft, target, [prompt], 30, 3, ignore_eos=False)[0].tokens, want)
@@ -330,14 +235,14 @@ def test_greedy_decoding_stops_where_the_target_stops():
 
 def test_the_verifier_is_chosen_by_what_the_cache_can_do(monkeypatch):
     assert (
-        choose_verifier(attention()) is choose_verifier(attention(), 3) is Cropped
+        choose_verifier(attention_target()) is choose_verifier(attention_target(), 3) is Cropped
         and choose_verifier(Toy()) is WholeText
     )
     target = recurrent()
     assert choose_verifier(target) is choose_verifier(target, 3) is Snapshots
     monkeypatch.setattr(Recurrent, "forgetful", True)
     assert choose_verifier(target) is WholeText
-    target = attention()
+    target = attention_target()
     target.sees_no_padding = False  # then rows of different lengths must not meet
     assert choose_verifier(target, 3) is Snapshots and choose_verifier(target, 1) is Cropped
 
@@ -348,7 +253,7 @@ def test_a_cache_that_remembers_rejected_tokens_shows(defect, monkeypatch):
         target, verifier = recurrent(), Snapshots
         monkeypatch.setattr(Snapshots, "keep", lambda self, counts: setattr(self, "caches", list(self.caches)))
     else:
-        target, verifier = attention(), Cropped
+        target, verifier = attention_target(), Cropped
         keep = Cropped.keep
         monkeypatch.setattr(Cropped, "keep", lambda self, n: keep(self, torch.full_like(n, n.max())))
     texts = continued(small_draft(), target, PROMPTS, 25, 3, verifier=verifier)
@@ -356,48 +261,6 @@ def test_a_cache_that_remembers_rejected_tokens_shows(defect, monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------------ sampling
-
-
-class Table:
-    """What comes next depends on the last two tokens, by a table of random logits."""
-
-    device, vocab_size, cache_name, stop_token_ids = torch.device("cpu"), 12, None, []
-    weight = 1.5 * torch.randn(12, 24, generator=torch.Generator().manual_seed(3))
-
-    def states(self, tokens):
-        one_hot = F.one_hot(tokens, 12).float()
-        last = torch.cat([one_hot, F.pad(one_hot, (0, 0, 1, -1))], -1)
-        return torch.cat([last, last.roll(5, -1), last.roll(9, -1)], -1), last
-
-    def capture(self, texts):
-        states = self.states(pad_sequence(texts, batch_first=True))
-        return [[x[b, : len(text)] for x in states] for b, text in enumerate(texts)]
-
-    def head(self, hidden):
-        return hidden @ self.weight.T
-
-
-def exact_next(text, temperature, top_p):
-    """The distribution behind a text, in plain Python."""
-    x = Table().weight[:, text[-1]] + (Table().weight[:, 12 + text[-2]] if len(text) > 1 else 0)
-    weights = {i: math.exp(v / temperature) for i, v in enumerate(x.tolist())}
-    total, kept, held = sum(weights.values()), {}, 0.0
-    for i in sorted(weights, key=weights.get, reverse=True):
-        if held < top_p * total:
-            kept[i], held = weights[i], held + weights[i]
-    return {i: weight / held for i, weight in kept.items()}
-
-
-def exact_joint(prompt, n, temperature, top_p):
-    """Probability of every continuation of n tokens."""
-    joint = {(): 1.0}
-    for _ in range(n):
-        joint = {
-            (*text, x): p * p_x
-            for text, p in joint.items()
-            for x, p_x in exact_next([*prompt, *text], temperature, top_p).items()
-        }
-    return joint
 
 
 def deviation(temperature, top_p, k, rows=8_000, n=3):
@@ -521,106 +384,3 @@ def test_bad_requests_say_what_is_wanted(change, said):
         drafter = Drafter(small_draft(width=24), 3, 40, given["k"], given["temperature"], given["top_p"])
         speculative(drafter, given["target"], given["prompts"], given["n"])
     assert "\n" not in str(error.value)
-
-
-# --------------------------------------------------------------------------------------------------- bench_decode.py
-
-
-def bench_args(*flags):
-    return bench.parse(["--suite", "decode", "--size", "tiny", "--threads", "1", "--rounds", "1", *map(str, flags)])
-
-
-@pytest.mark.parametrize(("name", "config"), [("deepseek-v3", {"fc_norm": True}), ("kimi-k3", {})])
-def test_bytes_are_those_of_the_weights_that_a_chain_reads_and_of_the_caches(name, config):
-    draft = bench.DRAFTS[name](bench.make_config(name, "tiny", **config)).to(torch.bfloat16)
-    draft.set_vocab_mapping(torch.arange(96))
-    sizes = {key: p.numel() for key, p in draft.named_parameters()}
-    every_step = sum(n for key, n in sizes.items() if not key.startswith(("model.embed_tokens", "model.fc")))
-    once = sum(n for key, n in sizes.items() if key.startswith("model.fc") or "kv_a_proj" in key)
-    up = sizes["model.layers.0.self_attn.kv_b_proj.weight"]
-    for kind, again in ((Drafter, 0), (bench_decode.NaiveDrafter, up)):
-        moved = bench_decode.chain_bytes(draft, 4, 50, 3, kind is bench_decode.NaiveDrafter)
-        assert moved["weights"] == pytest.approx(2 * (3 * every_step + once + again) / (4 * 3))
-        caches = [x for key, x in kind(draft, 4, 47, 3).named_buffers(recurse=False) if key != "ids" and x is not None]
-        assert moved["cache"] == sum(x.numel() * x.element_size() for x in caches) / 4
-
-
-@pytest.mark.parametrize("name", bench.DRAFTS)
-def test_the_naive_caches_draft_the_same_and_a_wrong_one_stops_the_bench(name, monkeypatch):
-    args = bench_args("--draft", name, "--compile", "off", "--context", 20, "--batch", 2, "--k", 3, "--temperature", 1)
-    draft = bench.make_draft(bench.Cell(draft=name, size="tiny"))
-    monkeypatch.setattr(bench_decode, "take_turns", lambda functions, args: dict.fromkeys(functions, [0.5]))
-    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
-    rows, _, _ = bench_decode.time_chains(args, {name: draft})
-    assert [row["implementation"] for row in rows] == ["K/V eager", "latent eager"]
-    for row in rows:
-        assert (row["k"], row["temperature"], row["drafted_per_s"], row["faster"]) == (3, 1.0, 2 * 3 / 0.5, 1.0)
-        assert row["bytes_per_s"] == pytest.approx(sum(row["bytes"].values()) * 12)
-    attend_right = Drafter.attend
-    monkeypatch.setattr(Drafter, "attend", lambda self, q, position: attend_right(self, q, position - 1))
-    with pytest.raises(SystemExit, match="latent eager differs from K/V eager"):
-        bench_decode.time_chains(args, {name: draft})
-
-
-@pytest.fixture
-def run_directory(tmp_path):
-    """An attention target and an exported draft for it."""
-    target, draft = attention(), small_draft()
-    draft.config.eagle_aux_hidden_state_layer_ids = [1, 2, 3]  # as engines count
-    target.model.save_pretrained(tmp_path / "target")
-    (tmp_path / "run" / "draft").mkdir(parents=True)
-    (tmp_path / "run" / "draft" / "config.json").write_text(json.dumps(export_config(draft, torch.float32)))
-    save_file(export_state(draft, torch.float32), tmp_path / "run" / "draft" / "model.safetensors")
-    (tmp_path / "prompts.json").write_text(json.dumps([prompt.tolist() for prompt in PROMPTS]))
-    return tmp_path
-
-
-def test_a_run_is_decoded_and_its_numbers_are_those_of_its_rounds(run_directory):
-    flags = ["--model", run_directory / "target", "--prompts", run_directory / "prompts.json", "--new-tokens", 12]
-    args = bench_args("--run", run_directory / "run", "--k", 2, "--temperature", 0.8, "--top-p", 0.9, *flags)
-    result = bench.suite_decode(args)
-    for row, cell in zip(result["rows"], result["cells"], strict=True):
-        assert (row["k"], row["new_tokens"], row["prompts"]) == (2, 12, 3)
-        rounds = sum(cell["rounds"], [])
-        assert row["rounds"] == len(rounds) and row["accept_length"] == pytest.approx(33 / len(rounds))
-        assert row["tokens_per_forward"] == pytest.approx(36 / (len(rounds) + 3))  # a forward a round, one a prompt
-        assert row["by_position"] == {"0-2K": row["accept_length"]}
-        assert row["faster"] == pytest.approx(sum(cell["plain_seconds"]) / sum(cell["seconds"]))
-        first = sum(round.accepted >= 1 for round in rounds) / sum(round.drafted >= 1 for round in rounds)
-        assert row["by_depth"][0] == pytest.approx(first) and len(row["by_depth"]) == 2
-    assert [row["temperature"] for row in result["rows"]] == [0.0, 0.8] and result["rows"][0]["identical"] == 3
-    target = bench_decode.open_run(args)[1]
-    assert target.aux_layers == (0, 1, 2)
-    greedy = [target.greedy(prompt, 12).tolist() for prompt in PROMPTS]
-    assert [cell["tokens"] == greedy for cell in result["cells"]] == [True, False]
-
-
-def test_plain_sampling_draws_what_the_target_says():
-    prompt, rows = torch.tensor([4]), 1500
-    target = SimpleNamespace(**{name: getattr(Table(), name) for name in ("device", "cache_name", "head")})
-    target.backbone = lambda input_ids, use_cache: BaseModelOutput(last_hidden_state=Table().states(input_ids)[1])
-    texts = [tuple(bench_decode.plain(target, prompt, 2, 0.7, 0.8, seed).tolist()) for seed in range(rows)]
-    want = exact_joint([4], 2, 0.7, 0.8)
-    assert sum(abs(texts.count(text) / rows - p) for text, p in want.items()) < 0.15 and set(texts) <= want.keys()
-
-
-def test_unique_bigrams_are_pooled_over_texts():
-    assert bench_decode.unique_bigrams([[1, 2, 1, 2, 1], [1, 2], [3]]) == 3 / 5
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (["--run", "nowhere"], "nowhere is no draft"),
-        (["--run", "run"], "name the directory with --model"),
-        (["--run", "run", "--model", "target", "--prompts", "bad.json"], "no list of lists of token ids in 0..11"),
-        (["--k", "0"], "--k is 0"),
-        (["--top-p", "0"], "--top-p is 0"),
-    ],
-)
-def test_bad_flags_are_one_line_and_exit_code_2(run_directory, change, said, monkeypatch, capsys):
-    (run_directory / "bad.json").write_text("[[1, 12]]")
-    monkeypatch.chdir(run_directory)
-    assert bench.cli(["--suite", "decode", "--size", "tiny", *change]) == 2
-    message = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert len(message) == 1 and said in message[0]

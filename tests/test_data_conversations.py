@@ -5,93 +5,36 @@ The oracle is written by hand: `[square brackets]` around what is learned in the
 tokenizers are made here: bytes, where a token is one byte or one special string, and a merge-heavy one.
 """
 
-import gzip
 import json
 import os
 import random
 import re
-import socket
 import time
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 import conversations
 from conversations import SPANS, TOO_LONG, Converter, read_conversations, start_worker
-from data import Document, anchors_of, split
-
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-BOS, EOS, THINK, UNTHINK = "<|begin_of_sentence|>", "<|end_of_sentence|>", "<think>", "</think>"
-SPECIAL = [BOS, EOS, "<|User|>", "<|Assistant|>", "<|tool_output|>", THINK, UNTHINK, "<|im_end|>", "<|im_middle|>"]
-SPECIAL += ["<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_tool|>", "<|call|>", "<|im_start|>"]
-
-
-def deepseek(generation: str, answer: str) -> str:
-    """The DeepSeek grammar: system prompts first, no end of a user turn, nothing between tool output and answer."""
-    return (
-        "{{ bos_token }}{% set ns = namespace(tool=false) %}"
-        "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}{% for m in messages %}"
-        "{% if m.role == 'user' %}{% set ns.tool = false %}<|User|>{{ m.content }}"
-        "{% elif m.role == 'tool' %}{% set ns.tool = true %}<|tool_output|>{{ m.content }}"
-        "{% elif m.role == 'assistant' %}{% if not ns.tool %}<|Assistant|>{% endif %}" + answer + EOS + "{% endif %}"
-        "{% endfor %}{% if add_generation_prompt and not ns.tool %}<|Assistant|>" + generation + "{% endif %}"
-    )
-
-
-def kimi(generation: str, answer: str) -> str:
-    return (
-        "{% if tools %}<|im_system|>tool_declare<|im_middle|>{{ tools | tojson }}<|im_end|>{% endif %}"
-        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_assistant|>assistant<|im_middle|>" + answer +
-        "{% for c in m.tool_calls or [] %}<|call|>{{ c.function.name }}{{ c.function.arguments }}{% endfor %}<|im_end|>"
-        "{% else %}<|im_{{ m.role }}|>{{ m.role }}<|im_middle|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>" + generation + "{% endif %}"
-    )  # fmt: skip
-
-
-TEMPLATES = {
-    "V3": deepseek("", "{{ m.content }}"),
-    "V3.1": deepseek(UNTHINK, "{% if not ns.tool %}</think>{% endif %}{{ m.content.split('</think>')[-1] }}"),
-    "R1": deepseek("<think>\n", "{{ m.content.split('</think>')[-1] }}"),
-    "R1 earlier": deepseek(
-        "<think>\n",
-        "{% if loop.last %}<think>\n{{ m.reasoning_content }}</think>{% endif %}{{ m.content.split('</think>')[-1] }}",
-    ),
-    "K2": kimi("", "{{ m.content or '' }}"),
-    "K2 thinking": kimi(
-        "",
-        "<think>{% if m.tool_calls and loop.last %}{{ m.reasoning_content }}{% endif %}</think>{{ m.content or '' }}",
-    ),
-    "K2.5": kimi(THINK, "<think></think>{{ m.content or '' }}"),
-    "K2.5 instant": kimi("<think></think>", "<think></think>{{ m.content or '' }}"),
-    "ChatML": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "ChatML untrimmed": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "between": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
-    "{{ '\n' if not loop.last or add_generation_prompt }}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-    "no end": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}",
-}
-
-
-def byte_tokenizer(template: str) -> PreTrainedTokenizerFast:
-    stand_in = bytes_to_unicode()
-    return wrap(Tokenizer(models.BPE(vocab={stand_in[b]: b for b in range(256)}, merges=[])), template)
-
-
-def wrap(tokenizer: Tokenizer, template: str) -> PreTrainedTokenizerFast:
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder, tokenizer.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
-    tokenizer.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, chat_template=template)
+from data import anchors_of
+from tests.helpers import (
+    BOS,
+    EOS,
+    GOOD,
+    SPECIAL,
+    TEMPLATES,
+    UNTHINK,
+    chat_tokenizer,
+    many_chats,
+    read_chats,
+    same_documents,
+    turns,
+    wrap,
+    write_lines,
+)
 
 
 def by_hand(marked: str) -> tuple[list[int], list[bool]]:
@@ -106,34 +49,11 @@ def by_hand(marked: str) -> tuple[list[int], list[bool]]:
     return ids, mask
 
 
-def turns(*contents: str, system: str | None = None) -> list[dict]:
-    roles = ["user", "assistant"] * len(contents)
-    head = [{"role": "system", "content": system}] if system else []
-    return head + [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-
-
-def write(path, *records):
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in records))
-    return path
-
-
-def read(tmp_path, tokenizer, *records, row_tokens=512, **options):
-    path = write(tmp_path / "data.jsonl", *records)
-    return read_conversations([path], tokenizer, row_tokens, progress=False, **options)
-
-
 def assert_are(documents, *marked: str):
     assert [(d.tokens.tolist(), d.loss_mask.tolist()) for d in documents] == [by_hand(m) for m in marked]
     for d in documents:
         assert d.tokens.dtype == torch.int64 and d.loss_mask.dtype == torch.bool
         assert 0 < d.loss_mask.sum() < len(d.tokens)
-
-
-def same(a, b) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.tokens, y.tokens) and torch.equal(x.loss_mask, y.loss_mask) and x.source == y.source
-        for x, y in zip(a, b, strict=True)
-    )
 
 
 # ----------------------------------------------------------------------------------------------------- what is learned
@@ -172,7 +92,7 @@ def test_exactly_the_answers_and_their_ends_of_turn_are_learned(tmp_path, name, 
     said = ["Hi é", "Hello 日本 🙂.", "a\n\nb", "  two\nlines", "one more?", "No."][: 2 * count]
     head, ask, answer = EXACT[name]
     text = head + "".join((ask if i % 2 == 0 else answer).format(x) for i, x in enumerate(said))
-    documents, report = read(tmp_path, byte_tokenizer(TEMPLATES[name]), {"messages": turns(*said, system="Be.")})
+    documents, report = read_chats(tmp_path, chat_tokenizer(TEMPLATES[name]), {"messages": turns(*said, system="Be.")})
     if name == "ChatML":
         text = text.replace("  two", "two")  # that template trims
     assert_are(documents, text.removesuffix("\n") if text.endswith("]\n") else text)  # blanks behind the end: not said
@@ -182,7 +102,7 @@ def test_exactly_the_answers_and_their_ends_of_turn_are_learned(tmp_path, name, 
 
 @pytest.mark.parametrize("name", ["V3", "V3.1", "K2", "K2.5", "between"])
 def test_one_answer_in_memory_is_what_two_tokenisations_give(name):
-    tokenizer = byte_tokenizer(TEMPLATES[name])
+    tokenizer = chat_tokenizer(TEMPLATES[name])
     converter = Converter(tokenizer, "train")
     for prompt, answer in [("Q", "A"), ("def f(x):\n", "    return 'é'\n"), ("日本", "🙂")]:
         opening = tokenizer.apply_chat_template(turns(prompt), tokenize=False, add_generation_prompt=True)
@@ -201,7 +121,7 @@ R1_CHAT = turns("Q", "<think>\nhm</think>\n\nA", "P", "<think>\nso\n</think>B")
 def test_a_template_that_strips_reasoning_still_learns_every_turn_behind_what_an_engine_gives(tmp_path):
     first = f"{BOS}<|User|>Q<|Assistant|>" + "<think>\n[hm</think>\n\nA" + EOS + "]"
     second = f"{BOS}<|User|>Q<|Assistant|>%sA{EOS}<|User|>P<|Assistant|>" + "<think>\n[so\n</think>B" + EOS + "]"
-    documents, report = read(tmp_path, byte_tokenizer(TEMPLATES["R1"]), {"messages": R1_CHAT})
+    documents, report = read_chats(tmp_path, chat_tokenizer(TEMPLATES["R1"]), {"messages": R1_CHAT})
     assert_are(documents, first, second % "\n\n")
     assert documents[0].source == documents[1].source and report.used == 1 and report.documents == 2
     assert report.notes == {"documents begun because the template renders history differently": 1}
@@ -209,12 +129,13 @@ def test_a_template_that_strips_reasoning_still_learns_every_turn_behind_what_an
     apart = turns("Q", "\n\nA", "P", "B")
     apart[1]["reasoning_content"], apart[3]["reasoning"] = "hm", "so\n"
     for name in ("R1", "R1 earlier"):
-        documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES[name]), {"messages": apart})
+        documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES[name]), {"messages": apart})
         assert_are(documents, first, second % "\n\n")
 
 
 def test_a_blank_thinking_block_is_learned_as_it_was_said(tmp_path):
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["R1"]), {"messages": turns("Q", "<think>\n\n</think>\n\nA")})
+    said = turns("Q", "<think>\n\n</think>\n\nA")
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["R1"]), {"messages": said})
     assert_are(documents, f"{BOS}<|User|>Q<|Assistant|><think>\n[\n</think>\n\nA{EOS}]")
 
 
@@ -222,7 +143,7 @@ def test_a_thinking_template_that_opens_no_block_learns_the_block_whole(tmp_path
     chat = turns("Q", "A", "P", "B")
     chat[1]["reasoning_content"] = "hm\n"
     ask = "<|im_user|>user<|im_middle|>{}<|im_end|><|im_assistant|>assistant<|im_middle|>"
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["K2 thinking"]), {"messages": chat})
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["K2 thinking"]), {"messages": chat})
     first, second = (
         ask.format("Q") + "[<think>hm\n</think>A<|im_end|>]",
         ask.format("P") + "[<think></think>B<|im_end|>]",
@@ -231,16 +152,16 @@ def test_a_thinking_template_that_opens_no_block_learns_the_block_whole(tmp_path
 
 
 def test_reasoning_is_masked_with_its_closing_tag(tmp_path):
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["R1"]), {"messages": R1_CHAT[:2]}, reasoning="mask")
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["R1"]), {"messages": R1_CHAT[:2]}, reasoning="mask")
     assert_are(documents, f"{BOS}<|User|>Q<|Assistant|>" + "<think>\nhm</think>[\n\nA" + EOS + "]")
     said = turns("Q", "A </think> tag")  # V3 knows no thinking: this is text, and the block below is as well
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["V3"]), {"messages": said}, reasoning="mask")
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3"]), {"messages": said}, reasoning="mask")
     assert_are(documents, f"{BOS}<|User|>Q<|Assistant|>[A </think> tag{EOS}]")
     block = {"messages": turns("Q", "<think>hm</think>A")}
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["V3"]), block, reasoning="mask")
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3"]), block, reasoning="mask")
     assert_are(documents, f"{BOS}<|User|>Q<|Assistant|><think>hm</think>[A{EOS}]")
     instant = {"messages": turns("Q", "<think>hm</think>A")}
-    documents, report = read(tmp_path, byte_tokenizer(TEMPLATES["V3.1"]), instant)
+    documents, report = read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3.1"]), instant)
     assert_are(documents, f"{BOS}<|User|>Q<|Assistant|></think>[A{EOS}]")
     assert report.notes == {"turns without their reasoning, which the template does not render": 1}
 
@@ -256,38 +177,40 @@ def test_tools_and_tool_calls_reach_the_template(tmp_path):
     said = '[<|call|>add{"a": 1}<|im_end|>]'
     template = TEMPLATES["K2"].replace("tools | tojson", "tools[0] | tojson")
     for given in (tools, json.dumps(tools)):
-        documents, _ = read(tmp_path, byte_tokenizer(template), {"messages": chat, "tools": given})
+        documents, _ = read_chats(tmp_path, chat_tokenizer(template), {"messages": chat, "tools": given})
         assert_are(documents, declared + ask + said + result + "[Two.<|im_end|>]")
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["K2 thinking"]), {"messages": chat})
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["K2 thinking"]), {"messages": chat})
     first = ask + said.replace("[", "[<think>hm</think>")
     again = ask + said.replace("[", "<think></think>").strip("]") + result + "[<think></think>Two.<|im_end|>]"
     assert_are(documents, first, again)
     chat[1] = {"role": "assistant", "content": "call"}  # no assistant tag between a tool's output and the answer
-    documents, _ = read(tmp_path, byte_tokenizer(TEMPLATES["V3.1"]), {"messages": chat})
+    documents, _ = read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3.1"]), {"messages": chat})
     start = f"{BOS}<|User|>Q<|Assistant|></think>[call{EOS}]"
     assert_are(documents, f"{start}<|tool_output|>2[Two.{EOS}]")
 
 
 def test_an_answer_is_cut_by_the_row_and_a_prompt_that_fills_it_is_left_out(tmp_path):
-    tokenizer = byte_tokenizer(TEMPLATES["V3"])
+    tokenizer = chat_tokenizer(TEMPLATES["V3"])
     long, late = turns("Q", "x" * 99), turns("q" * 50, "A")
     begin = len(by_hand(f"{BOS}<|User|>Q<|Assistant|>")[0])
     for row_tokens in (begin + 1, begin + 7, begin + 99, begin + 100):
-        documents, report = read(tmp_path, tokenizer, {"messages": long}, {"messages": late}, row_tokens=row_tokens)
+        documents, report = read_chats(
+            tmp_path, tokenizer, {"messages": long}, {"messages": late}, row_tokens=row_tokens
+        )
         assert (report.used, report.cut) == (1 + (row_tokens > 54), int(row_tokens < begin + 100))
         assert report.skipped == ({TOO_LONG: 1} if row_tokens <= 54 else {})
         assert len(documents[0].tokens) == row_tokens
         assert int(documents[0].loss_mask.sum()) == row_tokens - begin
         assert (256 + SPECIAL.index(EOS) in documents[0].tokens) == (row_tokens == begin + 100)
     with pytest.raises(ValueError, match=f"1 x {TOO_LONG}"):
-        read(tmp_path, tokenizer, {"messages": long}, row_tokens=begin)
+        read_chats(tmp_path, tokenizer, {"messages": long}, row_tokens=begin)
 
 
 def test_a_document_is_kept_where_it_has_an_anchor(tmp_path):
     rng = random.Random(0)
     rows = [[int(rng.random() < 0.15) for _ in range(rng.randrange(1, 12))] for _ in range(300)]
     records = [{"input_ids": [7] * len(mask), "loss_mask": mask} for mask in rows]
-    documents, report = read(tmp_path, byte_tokenizer(""), *records, row_tokens=6)
+    documents, report = read_chats(tmp_path, chat_tokenizer(""), *records, row_tokens=6)
     for steps in (1, 3, 7):
         wanted = [mask[:6] for mask in rows if anchors_of(torch.tensor(mask[:6], dtype=torch.bool), steps)]
         assert [d.loss_mask.int().tolist() for d in documents] == wanted
@@ -341,7 +264,7 @@ def test_a_document_is_the_tokens_of_the_whole_text(tmp_path, merging):
         tokenizer(x, add_special_tokens=False).input_ids for x in re.split(r"((?<=\n)\nthe cat sat)", text.strip())
     ]
     assert sum(pieces, []) != whole  # the case: "\n\n" spans the user's turn
-    (document,), _ = read(tmp_path, tokenizer, {"messages": turns(*said)})
+    (document,), _ = read_chats(tmp_path, tokenizer, {"messages": turns(*said)})
     assert document.tokens.tolist() == whole
     spans = tokenizer.decode(torch.where(document.loss_mask, document.tokens, tokenizer.bos_token_id)).split(BOS)
     assert [x for x in spans if x] == ["Z the cat<|im_end|>", "Z sat on<|im_end|>"]
@@ -351,24 +274,24 @@ def test_a_token_that_spans_the_border_is_skipped_with_the_reason(tmp_path, merg
     tokenizer = merging()
     assert len(tokenizer("\n\n", add_special_tokens=False).input_ids) == 1
     good, bad = {"messages": turns("x", "Z sat on")}, {"messages": turns("x", "\nZ sat on")}
-    documents, report = read(tmp_path, tokenizer, bad, good)
+    documents, report = read_chats(tmp_path, tokenizer, bad, good)
     assert len(documents) == 1 and report.skipped == {SPANS: 1}
     # Here the prompt's blank and the answer become one token; trimmed offsets would let it begin with the answer.
     tokenizer = merging(TEMPLATES["no end"].replace("assistant:", "assistant: "))
     assert len(tokenizer(" the", add_special_tokens=False).input_ids) == 1
-    documents, report = read(tmp_path, tokenizer, {"messages": turns("x", "the mat")}, {"messages": turns("x", "Z")})
+    documents, report = read_chats(
+        tmp_path, tokenizer, {"messages": turns("x", "the mat")}, {"messages": turns("x", "Z")}
+    )
     assert report.skipped == {SPANS: 1}
     assert tokenizer.decode(documents[0].tokens[documents[0].loss_mask]) == "Z\n"
 
 
 # ------------------------------------------------------------------------------------------------------ forms and skips
 
-GOOD = {"messages": turns("Q", "A")}
-
 
 def test_sharegpt_and_parts_give_the_same_as_messages(tmp_path):
-    tokenizer = byte_tokenizer(TEMPLATES["K2"])
-    wanted, _ = read(tmp_path, tokenizer, {"messages": [*turns("Q", "A", system="S"), *turns("P", "B")]})
+    tokenizer = chat_tokenizer(TEMPLATES["K2"])
+    wanted, _ = read_chats(tmp_path, tokenizer, {"messages": [*turns("Q", "A", system="S"), *turns("P", "B")]})
     names = {"system": "system", "user": "human", "assistant": "gpt"}
     chat = [*turns("Q", "A", system="S"), *turns("P", "B")]
     for record in (
@@ -376,13 +299,13 @@ def test_sharegpt_and_parts_give_the_same_as_messages(tmp_path):
         {"conversations": chat, "messages": None},
         {"messages": [m | {"content": [{"type": "text", "text": part} for part in m["content"]]} for m in chat]},
     ):
-        documents, _ = read(tmp_path, tokenizer, record)
-        assert same(documents, wanted)
+        documents, _ = read_chats(tmp_path, tokenizer, record)
+        assert same_documents(documents, wanted)
 
 
 def test_tokenised_rows_pass_unchanged(tmp_path):
-    documents, _ = read(
-        tmp_path, byte_tokenizer(""), {"input_ids": [5, 0, 256, 9], "loss_mask": [0, 1, 0, 1], "messages": []}
+    documents, _ = read_chats(
+        tmp_path, chat_tokenizer(""), {"input_ids": [5, 0, 256, 9], "loss_mask": [0, 1, 0, 1], "messages": []}
     )
     assert documents[0].tokens.tolist() == [5, 0, 256, 9]
     assert documents[0].loss_mask.tolist() == [False, True, False, True]
@@ -434,112 +357,35 @@ BAD = {
 @pytest.mark.parametrize("reason", BAD)
 def test_what_cannot_be_learned_is_skipped_with_the_reason(tmp_path, reason):
     bad = BAD[reason]
-    documents, report = read(tmp_path, byte_tokenizer(FAILS), GOOD, *bad, "", GOOD)
+    documents, report = read_chats(tmp_path, chat_tokenizer(FAILS), GOOD, *bad, "", GOOD)
     assert report.skipped == {reason: len(bad)} and report.read == len(bad) + 2 and report.used == len(documents) == 2
     assert [d.source.rpartition(":")[2] for d in documents] == ["1", str(len(bad) + 3)]
     with pytest.raises(ValueError, match=re.escape(f"{len(bad)} x {reason}")) as error:
-        read(tmp_path, byte_tokenizer(FAILS), *bad)
+        read_chats(tmp_path, chat_tokenizer(FAILS), *bad)
     assert "\n" not in str(error.value)
 
 
 def test_a_prompt_that_is_rewritten_once_answered_is_skipped(tmp_path):
     with pytest.raises(ValueError, match="1 x the template renders the prompt differently once it is answered"):
-        read(tmp_path, byte_tokenizer(REWRITES), GOOD)
+        read_chats(tmp_path, chat_tokenizer(REWRITES), GOOD)
     with pytest.raises(ValueError, match="1 x no reasoning, where the generation prompt opens a thinking block"):
-        read(tmp_path, byte_tokenizer(TEMPLATES["R1"]), GOOD)
+        read_chats(tmp_path, chat_tokenizer(TEMPLATES["R1"]), GOOD)
     unfinished = turns("Q", "A")
     unfinished[1]["reasoning_content"] = "hm"
     template = TEMPLATES["V3"].replace("{{ m.content }}" + EOS, "{{ m.reasoning_content }}{{ m.content }}" + EOS)
     with pytest.raises(ValueError, match="1 x reasoning without a <think> block, which cannot be masked"):
-        read(tmp_path, byte_tokenizer(template), {"messages": unfinished}, reasoning="mask")
+        read_chats(tmp_path, chat_tokenizer(template), {"messages": unfinished}, reasoning="mask")
 
 
 def test_one_turn_that_cannot_be_learned_leaves_the_others(tmp_path):
-    documents, report = read(tmp_path, byte_tokenizer(TEMPLATES["V3"]), {"messages": turns("Q", "", "P", "B")})
+    documents, report = read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3"]), {"messages": turns("Q", "", "P", "B")})
     assert_are(documents, f"{BOS}<|User|>Q<|Assistant|>{EOS}<|User|>P<|Assistant|>[B{EOS}]")
     assert report.notes == {"turns left out: an empty answer": 1} and not report.skipped
     lines = report.lines()
     assert lines[0].startswith("1 of 1 conversations in 1 documents, 10 tokens, 20% learned; 0 cut") and len(lines) == 2
 
 
-# --------------------------------------------------------------------------------------------- files, cache, processes
-
-
-def test_files_of_every_kind_and_folders_in_order(tmp_path):
-    tokenizer, folder = byte_tokenizer(TEMPLATES["V3"]), tmp_path / "folder"
-    (folder / "sub").mkdir(parents=True)
-    (folder / "a.json").write_text(json.dumps([{"messages": turns("Q", str(i))} for i in range(2)], indent=1))
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps({"messages": turns("Q", "2")}).encode()))
-    (folder / "c.json").write_text("\n".join(json.dumps({"messages": turns("Q", str(i))}) for i in (3, 4)))
-    write(folder / "sub" / "d.jsonl", {"messages": turns("Q", "5")})
-    (folder / "notes.txt").write_text("no")
-    last = write(tmp_path / "last.jsonl", {"messages": turns("Q", "6")})
-    documents, report = read_conversations([folder, last], tokenizer, 64, progress=False)
-    assert [bytes(d.tokens[d.loss_mask][:-1].tolist()).decode() for d in documents] == list(
-        "0123456"
-    ) and report.read == 7
-    (tmp_path / "empty").mkdir()
-    for path, message in ((tmp_path / "empty", "holds no"), (tmp_path / "absent.jsonl", "does not exist")):
-        with pytest.raises(ValueError, match=message):
-            read_conversations([last, path], tokenizer, 64, progress=False)
-    (folder / "b.jsonl.gz").write_bytes((folder / "b.jsonl.gz").read_bytes()[:-9])
-    with pytest.raises(ValueError, match="b.jsonl.gz cannot be read"):
-        read_conversations([folder], tokenizer, 64, progress=False)
-    with pytest.raises(ValueError, match="reasoning is 'drop'"):
-        read_conversations([last], tokenizer, 64, reasoning="drop")
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json"])
-def test_what_never_ends_or_is_no_file_is_refused_by_name(tmp_path, suffix, monkeypatch):
-    tokenizer, path = byte_tokenizer(TEMPLATES["V3"]), tmp_path / f"x.{suffix}"
-    os.mkfifo(path)
-    for given in (path, tmp_path):  # named, or met in a folder
-        with pytest.raises(ValueError, match=rf"--data .*x\.{suffix} is a FIFO"):
-            read_conversations([given], tokenizer, 64, progress=False)
-    path.unlink()
-    with socket.socket(socket.AF_UNIX) as server:
-        monkeypatch.chdir(tmp_path)  # a socket's path has little room
-        server.bind(path.name)
-        with pytest.raises(ValueError, match="is a socket"):
-            read_conversations([path], tokenizer, 64, progress=False)
-    with pytest.raises(ValueError, match="--data /dev/zero is a device"):
-        read_conversations(["/dev/zero"], tokenizer, 64, progress=False)
-
-
-def test_a_gz_of_any_size_takes_bounded_memory(tmp_path, monkeypatch):
-    """32 MB of newlines between two conversations, and pieces of a MB."""
-    good, path = json.dumps(GOOD).encode() + b"\n", tmp_path / "x.jsonl.gz"
-    monkeypatch.setattr(conversations, "PIECE", 1 << 20)
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        for blob in (good, *[b"\n" * (1 << 22)] * 8, good):
-            file.write(blob)
-    tracemalloc.start()
-    documents, report = read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert report.read == report.used == 2 and peak < 25e6
-    assert [documents[i].source for i in (0, 1)] == [f"{path}:1", f"{path}:{2 + (8 << 22)}"]
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json"])
-def test_a_line_without_end_is_refused(tmp_path, suffix, monkeypatch):
-    monkeypatch.setattr(conversations, "PIECE", 1000)
-    monkeypatch.setattr(conversations, "LINE", 5000)
-    blob, path = json.dumps(GOOD).encode() + b"\n" + b"x" * 50_000, tmp_path / f"x.{suffix}"
-    path.write_bytes(gzip.compress(blob) if suffix.endswith("gz") else blob)
-    with pytest.raises(ValueError, match=rf"--data .*x\.{suffix} has a line of more than"):
-        read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
-
-
-def test_marks_of_byte_order(tmp_path):
-    tokenizer, path = byte_tokenizer(TEMPLATES["V3"]), tmp_path / "x.json"
-    for text in (json.dumps(GOOD) + "\n" + json.dumps(GOOD), json.dumps([GOOD, GOOD])):
-        path.write_text(text, encoding="utf-8-sig")
-        assert read_conversations([path], tokenizer, 64, progress=False)[1].used == 2
-        path.write_text(text, encoding="utf-16")
-        with pytest.raises(ValueError, match="x.json is UTF-16"):
-            read_conversations([path], tokenizer, 64, progress=False)
-
+# ------------------------------------------------------------------------------------------ templates, processes, cache
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -547,11 +393,11 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 @pytest.mark.parametrize("where", ["here", "in a thread", pytest.param("in processes", marks=pytest.mark.slow)])
 def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
     monkeypatch.setattr(conversations, "TEMPLATE_SECONDS", 0.3)
-    tokenizer, path = byte_tokenizer(LOOPS), write(tmp_path / "x.jsonl", GOOD)
+    tokenizer, path = chat_tokenizer(LOOPS), write_lines(tmp_path / "x.jsonl", GOOD)
     tokenizer.name_or_path = "looping"
     if where == "in processes":
         monkeypatch.setattr(conversations, "start_worker", start_impatient_worker)
-        paths, workers = [path, write(tmp_path / "y.jsonl", GOOD)], 2
+        paths, workers = [path, write_lines(tmp_path / "y.jsonl", GOOD)], 2
     else:
         paths, workers = [path], 1
 
@@ -566,7 +412,7 @@ def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
         read()
     for _ in range(20):  # nothing of it is left to hit what comes later
         time.sleep(0.02)
-    good = byte_tokenizer(TEMPLATES["V3"])
+    good = chat_tokenizer(TEMPLATES["V3"])
     assert read_conversations([path], good, 64, progress=False)[1].used == 1 and not conversations.LIMIT.left
     with pytest.raises(ValueError, match="template of looping takes more .* at corpus:0"):
         conversations.answered(tokenizer, [("Q", "A")])
@@ -579,23 +425,9 @@ def start_impatient_worker(state):
 
 def test_a_template_that_explodes_is_skipped_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setattr(conversations, "TEXT", 1000)
-    path = write(tmp_path / "x.jsonl", GOOD)
+    path = write_lines(tmp_path / "x.jsonl", GOOD)
     with pytest.raises(ValueError, match="x.jsonl is usable: 1 x the chat template makes more than 1,000 characters"):
-        read_conversations([path], byte_tokenizer("{% for i in range(9999) %}x{% endfor %}"), 64, progress=False)
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json"])
-def test_random_bytes_are_counted_not_fatal(tmp_path, suffix):
-    rng = random.Random(1)
-    good = json.dumps(GOOD).encode()
-    for size in (0, 1, 7, 4096):
-        path = tmp_path / f"{size}.{suffix}"
-        path.write_bytes(rng.randbytes(size) + b"\n" + good + b"\r\n" + b"[" * (size % 2) + rng.randbytes(size))
-        documents, report = read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
-        assert len(documents) == 1 and report.read == 1 + report.skipped.total()
-        path.write_bytes(b"[" + rng.randbytes(size))
-        with pytest.raises(ValueError, match="none of"):
-            read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
+        read_conversations([path], chat_tokenizer("{% for i in range(9999) %}x{% endfor %}"), 64, progress=False)
 
 
 JUNK = [None, True, -1, 3.5, 2**70, "", "\ud800", UNTHINK, [], [[]], {}, {"a": 1}, [None], "assistant", EOS]
@@ -618,32 +450,24 @@ def test_nothing_that_a_line_holds_raises(name):
     chat = {"messages": [*turns("Q"), said, {"role": "tool", "content": "2"}, *R1_CHAT], "tools": [call]}
     records = [planted(rng, rng.choice([chat, GOOD, {"input_ids": [1, 2], "loss_mask": [0, 1]}])) for _ in range(150)]
     for reasoning in ("train", "mask"):
-        made = Converter(byte_tokenizer(TEMPLATES[name]), reasoning).convert(json.dumps(records).encode(), is_list=True)
+        made = Converter(chat_tokenizer(TEMPLATES[name]), reasoning).convert(json.dumps(records).encode(), is_list=True)
         assert made.read == 150 == len(set(made.records.tolist())) + sum(n for n, _ in made.skipped.values())
         assert all(mask[1:].any() for mask in np.split(made.loss_mask, made.lengths.cumsum()[:-1]) if len(mask))
 
 
-def many(tmp_path):
-    rng = random.Random(2)
-    records = [
-        {"messages": turns(*("x" * rng.randrange(1, 40) for _ in range(rng.choice([2, 4, 3]))))} for _ in range(60)
-    ]
-    return write(tmp_path / "many.jsonl", *records, "broken")
-
-
 def test_processes_and_the_size_of_pieces_change_nothing(tmp_path, monkeypatch):
-    path, tokenizer = many(tmp_path), byte_tokenizer(TEMPLATES["V3.1"])
+    path, tokenizer = many_chats(tmp_path), chat_tokenizer(TEMPLATES["V3.1"])
     wanted, report = read_conversations([path], tokenizer, 99, progress=False)
     assert report.skipped["invalid JSON"] == 1 and report.skipped["ends in a user turn"] > 5
     for size, workers in ((1, None), (700, None), (1500, 2)):
         monkeypatch.setattr(conversations, "PIECE", size)
         assert len(list(conversations.cut_file(path))) > 3
         documents, again = read_conversations([path], tokenizer, 99, workers=workers, progress=False)
-        assert same(documents, wanted) and again == report
+        assert same_documents(documents, wanted) and again == report
 
 
 def test_the_cache_gives_what_it_was_made_from(tmp_path, monkeypatch):
-    path, tokenizer, cache = many(tmp_path), byte_tokenizer(TEMPLATES["V3.1"]), tmp_path / "cache" / "deep"
+    path, tokenizer, cache = many_chats(tmp_path), chat_tokenizer(TEMPLATES["V3.1"]), tmp_path / "cache" / "deep"
     monkeypatch.setattr(conversations, "PIECE", 2000)
     calls, convert = [], conversations.Converter.convert
     monkeypatch.setattr(conversations.Converter, "convert", lambda *args: calls.append(1) or convert(*args))
@@ -657,20 +481,20 @@ def test_the_cache_gives_what_it_was_made_from(tmp_path, monkeypatch):
     files = sorted(cache.iterdir())
     assert pieces == len(files) > 2 and {f.suffix for f in files} == {".npz"}
     documents, again, n = made()
-    assert n == 0 and same(documents, wanted) and again == report
+    assert n == 0 and same_documents(documents, wanted) and again == report
     for damage in (lambda b: b[:-1], lambda b: b[: len(b) // 2], lambda b: b"", lambda b: os.urandom(len(b))):
         files[0].write_bytes(damage(files[0].read_bytes()))
         documents, again, n = made()
-        assert n == 1 and same(documents, wanted) and again == report
+        assert n == 1 and same_documents(documents, wanted) and again == report
     blob = bytearray(files[0].read_bytes())
     blob[300] ^= 1  # one bit of the tokens
     files[0].write_bytes(blob)
     documents, _, n = made()
-    assert n == 1 and same(documents, wanted)
+    assert n == 1 and same_documents(documents, wanted)
     assert made(row_tokens=40)[2] == 0  # rows are cut behind the cache
     assert made(reasoning="mask")[2] == pieces  # everything else that decides is in the key
-    assert made(byte_tokenizer("{# #}" + TEMPLATES["V3.1"]))[2] == pieces
-    other = byte_tokenizer(TEMPLATES["V3.1"])
+    assert made(chat_tokenizer("{# #}" + TEMPLATES["V3.1"]))[2] == pieces
+    other = chat_tokenizer(TEMPLATES["V3.1"])
     other.add_tokens(["xxx"])
     assert made(other)[2] == pieces
     with path.open("a") as file:
@@ -678,62 +502,15 @@ def test_the_cache_gives_what_it_was_made_from(tmp_path, monkeypatch):
     assert made()[2] == 1  # only the piece that grew
 
 
-# -------------------------------------------------------------------------------------------- documents and the split
-
-
-def test_documents_are_a_sequence_over_one_array(tmp_path):
-    documents, _ = read_conversations([many(tmp_path)], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
-    assert documents.tokens.dtype == torch.int32 and sum(len(d.tokens) for d in documents) == len(documents.tokens)
-    listed = list(documents)
-    assert (
-        isinstance(listed[0], Document)
-        and same(documents[3:11:2], listed[3:11:2])
-        and same([documents[-1]], listed[-1:])
-    )
-    assert documents[3:11].tokens.data_ptr() == documents.tokens.data_ptr()
-    with pytest.raises(IndexError):
-        documents[len(documents)]
-
-
-def test_the_split_is_by_content_and_the_same_for_every_seed_and_order(tmp_path):
-    tokenizer, rng = byte_tokenizer(TEMPLATES["R1"]), random.Random(3)
-    chats = [turns("Q", f"<think>\nhm</think>{i}", "P", f"<think>\nso</think>{i * i}") for i in range(400)]
-    records = [{"messages": chat} for chat in chats + chats[:50]]
-    rng.shuffle(records)
-    documents, _ = read(tmp_path, tokenizer, *records)
-    assert len(documents) == 900
-
-    def texts(part):
-        return sorted(tuple(d.tokens.tolist()) for d in part)
-
-    train, held_out = split(documents, 0.1, seed=0)
-    assert len(train) + len(held_out) == 900 and 40 < len(held_out) < 140
-    assert not {d.source for d in train} & {d.source for d in held_out}
-    assert not set(texts(train)) & set(texts(held_out))
-    again, other = split(documents, 0.1, seed=0), split(documents, 0.1, seed=1)
-    assert same(again[0], train) and same(again[1], held_out)
-    assert texts(other[1]) == texts(held_out) and [d.source for d in other[0]] != [d.source for d in train]
-    rng.shuffle(records)
-    shuffled, _ = read(tmp_path, tokenizer, *records[:300])
-    assert set(texts(split(shuffled, 0.1)[1])) <= set(texts(held_out))  # neither order nor other data matter
-    few, _ = read(tmp_path, tokenizer, *({"messages": chat} for chat in chats[:2]))
-    for share in (1e-6, 1 - 1e-6):
-        assert [len(part) for part in split(few, share)] == [2, 2]
-    with pytest.raises(ValueError, match="two different ones"):
-        split(few[:2], 0.5)
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        split(few, np.nan)
-
-
 def test_what_is_skipped_is_named_by_file_and_line(tmp_path):
     bad = [GOOD, "broken", *[{"input_ids": [1, 2], "loss_mask": [0, 2]}] * 5, GOOD]
     mask = "a loss_mask of other numbers than 0 and 1"
     for cache in (None, tmp_path / "cache", tmp_path / "cache"):
-        path = write(tmp_path / "bad.jsonl", *bad)
-        documents, report = read_conversations([path], byte_tokenizer(FAILS), 64, cache=cache, progress=False)
+        path = write_lines(tmp_path / "bad.jsonl", *bad)
+        documents, report = read_conversations([path], chat_tokenizer(FAILS), 64, cache=cache, progress=False)
         assert len(documents) == 2 and report.skipped == {"invalid JSON": 1, mask: 5}
         said = "\n".join(report.lines())
         assert f"skipped 1: invalid JSON ({path}:2)" in said
         assert f"skipped 5: {mask} ({path}:3, {path}:4, {path}:5, ...)" in said
     with pytest.raises(ValueError, match=re.escape(f"1 x invalid JSON ({path}:1)")):
-        read_conversations([write(path, "broken")], byte_tokenizer(FAILS), 64, progress=False)
+        read_conversations([write_lines(path, "broken")], chat_tokenizer(FAILS), 64, progress=False)
