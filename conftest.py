@@ -13,12 +13,14 @@ import pytest
 import torch
 import transformers
 
-import target
-from capture import write_capture
-from conversations import answered
-from data import Document, python_documents
-from ends import load_ends
-from target import byte_tokenizer, load_target
+from data.conversations import answered
+from data.corpus import python_documents
+from data.documents import Document
+from states.write import write_capture
+from target import tiny
+from target.ends import load_ends
+from target.model import load_target
+from target.tiny import byte_tokenizer
 from tests.helpers import H, V, automodel, connector, specforge, speculators
 
 torch.set_num_threads(1)  # for what is made once
@@ -38,8 +40,8 @@ def short_training():
     """Built-in targets are made from little text; what the tests claim of them does not depend on it."""
     shortest = sorted(python_documents(True), key=lambda pair: len("".join(pair)))[:40]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, "BATCH_TOKENS", 512)
-        patch.setattr(target, "python_documents", lambda held_out, seed=0: list(shortest))
+        patch.setattr(tiny, "BATCH_TOKENS", 512)
+        patch.setattr(tiny, "python_documents", lambda held_out, seed=0: list(shortest))
         yield
 
 
@@ -47,7 +49,7 @@ def short_training():
 def tiny_targets(tmp_path_factory, short_training):
     """Directories of both built-in targets, hardly trained."""
     folder = tmp_path_factory.mktemp("targets")
-    return {x: target.tiny_target(x, folder / f"tiny-{x}", progress=False, steps=3) for x in target.TINY_STEPS}
+    return {x: tiny.tiny_target(x, folder / f"tiny-{x}", progress=False, steps=3) for x in tiny.TINY_STEPS}
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +59,7 @@ def runs(tmp_path_factory, tiny_targets):
     for preset, made in tiny_targets.items():
         path = shutil.copytree(made, folder / made.name)
         recipe = json.loads((path / "tiny_target.json").read_text())
-        recipe["steps"] = target.TINY_STEPS[preset]
+        recipe["steps"] = tiny.TINY_STEPS[preset]
         (path / "tiny_target.json").write_text(json.dumps(recipe))
     return folder
 

@@ -25,7 +25,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import train
 from bench import Cell
-from conversations import read_conversations
+from data.conversations import read_conversations
 from draft_deepseek import (
     DeepseekV3Eagle3DraftModel,
     Eagle3DeepseekMLAAttention,
@@ -35,7 +35,7 @@ from draft_deepseek import (
     build_rows,
 )
 from draft_kimi_k3 import KimiK3Eagle3Config, KimiK3Eagle3DraftModel
-from target import Target
+from target.model import Target
 from test_drafts import K3, SIZES, make_draft
 
 # ----------------------------------------------------------------------------------------------- command lines and runs

@@ -17,9 +17,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-import conversations
-from conversations import SPANS, TOO_LONG, Converter, read_conversations, start_worker
-from data import anchors_of
+from data import conversations, templates
+from data.conversations import TOO_LONG, read_conversations, start_worker
+from data.packing import anchors_of
+from data.templates import SPANS, Converter
 from tests.helpers import (
     BOS,
     EOS,
@@ -392,7 +393,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 @pytest.mark.parametrize("where", ["here", "in a thread", pytest.param("in processes", marks=pytest.mark.slow)])
 def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
-    monkeypatch.setattr(conversations, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.3)
     tokenizer, path = chat_tokenizer(LOOPS), write_lines(tmp_path / "x.jsonl", GOOD)
     tokenizer.name_or_path = "looping"
     if where == "in processes":
@@ -413,18 +414,18 @@ def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
     for _ in range(20):  # nothing of it is left to hit what comes later
         time.sleep(0.02)
     good = chat_tokenizer(TEMPLATES["V3"])
-    assert read_conversations([path], good, 64, progress=False)[1].used == 1 and not conversations.LIMIT.left
+    assert read_conversations([path], good, 64, progress=False)[1].used == 1 and not templates.LIMIT.left
     with pytest.raises(ValueError, match="template of looping takes more .* at corpus:0"):
         conversations.answered(tokenizer, [("Q", "A")])
 
 
 def start_impatient_worker(state):
-    conversations.TEMPLATE_SECONDS = 0.3
+    templates.TEMPLATE_SECONDS = 0.3
     start_worker(state)
 
 
 def test_a_template_that_explodes_is_skipped_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "TEXT", 1000)
+    monkeypatch.setattr(templates, "TEXT", 1000)
     path = write_lines(tmp_path / "x.jsonl", GOOD)
     with pytest.raises(ValueError, match="x.jsonl is usable: 1 x the chat template makes more than 1,000 characters"):
         read_conversations([path], chat_tokenizer("{% for i in range(9999) %}x{% endfor %}"), 64, progress=False)
@@ -469,8 +470,8 @@ def test_processes_and_the_size_of_pieces_change_nothing(tmp_path, monkeypatch):
 def test_the_cache_gives_what_it_was_made_from(tmp_path, monkeypatch):
     path, tokenizer, cache = many_chats(tmp_path), chat_tokenizer(TEMPLATES["V3.1"]), tmp_path / "cache" / "deep"
     monkeypatch.setattr(conversations, "PIECE", 2000)
-    calls, convert = [], conversations.Converter.convert
-    monkeypatch.setattr(conversations.Converter, "convert", lambda *args: calls.append(1) or convert(*args))
+    calls, convert = [], templates.Converter.convert
+    monkeypatch.setattr(templates.Converter, "convert", lambda *args: calls.append(1) or convert(*args))
 
     def made(tokenizer=tokenizer, row_tokens=99, **options):
         calls.clear()

@@ -4,8 +4,8 @@ import ast
 import hashlib
 from pathlib import Path
 
-import data
-from data import python_documents
+from data import corpus
+from data.corpus import python_documents
 
 
 def test_corpus_is_deterministic_bounded_and_split_by_file():
@@ -18,8 +18,8 @@ def test_corpus_is_deterministic_bounded_and_split_by_file():
         assert 3 * len(prompt.encode()) >= len((prompt + answer).encode())
     assert not set(held_out) & set(python_documents(held_out=False))
     for name in ("json/decoder.py", "test/test_ast.py", "heapq.py", "unittest/test_x.py", "test/support/x.py"):
-        assert data.is_held_out(Path(name)) == (hashlib.sha256(name.encode()).digest()[0] % 12 == 0)
-        assert data.is_test_file(Path(name)) == ("test/" in name or "test_" in name)
+        assert corpus.is_held_out(Path(name)) == (hashlib.sha256(name.encode()).digest()[0] % 12 == 0)
+        assert corpus.is_test_file(Path(name)) == ("test/" in name or "test_" in name)
 
 
 def test_cutting_a_file(tmp_path):
@@ -28,10 +28,10 @@ def test_cutting_a_file(tmp_path):
     source += "".join(f"\n    def method_{i}(self, argument):\n" + body.replace("    v", "        v") for i in range(3))
     path = tmp_path / "module.py"
     path.write_text(source)
-    (prompt, answer), *methods = data.cut_into_documents(path)  # the class is too long for one document
+    (prompt, answer), *methods = corpus.cut_into_documents(path)  # the class is too long for one document
     assert prompt.startswith("@decorated\n@twice\ndef f(argument):\n    '''Documented.'''\n")
     assert answer.endswith(" = 7 * argument  # ümlaut\n") and ast.parse(prompt + answer)
     assert [p.split("(")[0] for p, _ in methods] == ["def method_0", "def method_1", "def method_2"]
     for bad in (b"def f(:\n", b"\xff\xfe", b"x = '\x00'\n"):
         path.write_bytes(bad)
-        assert data.cut_into_documents(path) == []
+        assert corpus.cut_into_documents(path) == []

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from conversations import read_conversations
-from data import Document, anchors_of, split
+from data.conversations import read_conversations
+from data.documents import Document, split
+from data.packing import anchors_of
 from tests.helpers import TEMPLATES, chat_tokenizer, many_chats, read_chats, same_documents, turns
 
 

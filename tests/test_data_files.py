@@ -9,9 +9,8 @@ import tracemalloc
 
 import pytest
 
-import conversations
-import files
-from conversations import read_conversations
+from data import conversations, files
+from data.conversations import read_conversations
 from tests.helpers import GOOD, TEMPLATES, chat_tokenizer, turns, write_lines
 
 # --------------------------------------------------------------------------------------------- conversations from files

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from data import best_fit, lay_out, pack
+from data.packing import best_fit, lay_out, pack
 
 
 def test_rows_hold_every_document_once_and_are_full():

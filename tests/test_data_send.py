@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-import capture
+from data import send
 
 # -------------------------------------------------------------------------------------------------------- failing disks
 
@@ -14,17 +14,17 @@ import capture
 @pytest.mark.parametrize("name", ["index.jsonl", "sent"])
 def test_a_full_disk_while_sending_is_one_line_that_names_the_file(tmp_path, documents, name, monkeypatch, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(capture, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
+    monkeypatch.setattr(send, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
     if name == "sent":
-        capture.send("http://localhost", tmp_path, documents[:1])
+        send.send("http://localhost", tmp_path, documents[:1])
         (tmp_path / "sent").unlink()
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
         with pytest.raises(OSError, match=name):
-            capture.send("http://localhost", tmp_path, documents[:1])
+            send.send("http://localhost", tmp_path, documents[:1])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    capture.send("http://localhost", tmp_path, documents[:1])
+    send.send("http://localhost", tmp_path, documents[:1])
     assert (tmp_path / "STOP").exists() and (tmp_path / "sent").read_text() == "1\n"
 
 
@@ -58,13 +58,13 @@ class Answer(io.BytesIO):
 @pytest.mark.parametrize("what", ANSWERS)
 def test_an_answer_that_is_not_vllms_is_one_line(tmp_path, documents, what, monkeypatch):
     models, completions = ANSWERS[what]
-    monkeypatch.setattr(capture, "ANSWER", 150_000)
+    monkeypatch.setattr(send, "ANSWER", 150_000)
     said = {"/v1/models": models, "/v1/completions": completions}
     monkeypatch.setattr(
-        capture.urllib.request, "urlopen", lambda request, timeout: Answer(said[request.full_url.partition("host")[2]])
+        send.urllib.request, "urlopen", lambda request, timeout: Answer(said[request.full_url.partition("host")[2]])
     )
     with pytest.raises(ValueError, match="http://host/v1/.* does not answer as vLLM does") as stopped:
-        capture.send("http://host", tmp_path / "out", documents)
+        send.send("http://host", tmp_path / "out", documents)
     assert "\n" not in str(stopped.value) and len(str(stopped.value)) < 500
     assert not (tmp_path / "out/STOP").exists()
 
@@ -74,24 +74,24 @@ def test_an_answer_that_is_not_vllms_is_one_line(tmp_path, documents, what, monk
 )
 def test_what_is_no_address_is_one_line(tmp_path, documents, url):
     with pytest.raises(ValueError, match="--send is given .*; the address of a running vLLM is wanted"):
-        capture.send(url, tmp_path / "out", documents)
+        send.send(url, tmp_path / "out", documents)
     for broken in ("http://a b", "http://a\nb", f"http://{'a' * 300}", "http://localhost:99999"):
         with pytest.raises(ValueError, match="does not answer as vLLM|is wanted") as stopped:
-            capture.send(broken, tmp_path / "out", documents)
+            send.send(broken, tmp_path / "out", documents)
         assert "\n" not in str(stopped.value)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("text", [b"many\n", b"-1\n", b"9\n", b"\xff\n", b"1.5\n"])
 def test_a_count_of_sent_documents_that_cannot_be_is_named(tmp_path, documents, text, monkeypatch):
-    monkeypatch.setattr(capture, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
+    monkeypatch.setattr(send, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
     (tmp_path / "sent").write_bytes(text)
     with pytest.raises(ValueError, match="sent cannot be used"):
-        capture.send("http://localhost", tmp_path, documents)
+        send.send("http://localhost", tmp_path, documents)
     (tmp_path / "sent").write_bytes(b"3\n5\n1")  # torn: the line before it counts
-    capture.send("http://localhost", tmp_path, documents)
+    send.send("http://localhost", tmp_path, documents)
     assert (tmp_path / "STOP").exists()
     with (tmp_path / "sent").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process writes into"):
-            capture.send("http://localhost", tmp_path, documents)
+            send.send("http://localhost", tmp_path, documents)

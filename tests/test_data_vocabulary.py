@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from data import Document, draft_vocabulary, draft_vocabulary_map
+from data.documents import Document
+from data.vocabulary import draft_vocabulary, draft_vocabulary_map
 from tests.helpers import DRAFT_IDS, V
 
 

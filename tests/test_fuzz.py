@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import sources
 import train
-from settings import FIELDS, flag, kind_of
+from training import sources
+from training.settings import FIELDS, flag, kind_of
 
 FAST, SLOW = 15, 180  # cases of a kind
 

@@ -10,8 +10,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import bench
 import bench_decode
-from decode import Drafter
 from draft_deepseek import export_config, export_state
+from serving.decode import Drafter
 from tests.helpers import PROMPTS, Table, attention_target, exact_joint, small_draft
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
-import decode
-from decode import Accepted, Cropped, Drafter, Round, Snapshots, WholeText, choose_verifier, speculative, walk
 from draft_deepseek import TTTLoss, build_rows
+from serving import decode
+from serving.decode import Accepted, Cropped, Drafter, Round, Snapshots, WholeText, choose_verifier, speculative, walk
 from test_drafts import make_batch, make_draft, make_rows, unroll
 from tests.helpers import (
     PROMPT,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import capture
-from capture import Follower, prefetched
-from captured import masks_of, token_key
+from states import follow as follow_module
+from states.follow import Follower, prefetched
+from states.index import masks_of, token_key
 from tests.helpers import connector, not_finite, rewrite, save_layers
 
 # ------------------------------------------------------------------------------------------------- ahead, and following
@@ -143,6 +143,6 @@ def test_a_follower_names_what_it_sets_aside_and_stops_when_nothing_is_usable(
     assert len(list(tmp_path.glob("*.bad"))) == 4
     for bad in tmp_path.glob("*.bad"):
         bad.rename(bad.with_suffix(""))
-    monkeypatch.setattr(capture, "UNUSED", 4)
+    monkeypatch.setattr(follow_module, "UNUSED", 4)
     with pytest.raises(ValueError, match="none of the first 4 files in .* is a whole one"):
         list(follow(tmp_path, ends, documents[:4], patience=1))

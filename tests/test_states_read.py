@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import captured as captured_module
-from captured import masks_of, open_captured
-from ends import load_ends
+from states import specforge as specforge_module
+from states.index import masks_of
+from states.read import open_captured
+from target.ends import load_ends
 from tests.helpers import (
     AUX,
     DRAFT_IDS,
@@ -148,8 +149,10 @@ def test_an_arrow_dataset_names_the_package_that_reads_it(layout, ends, monkeypa
 
 def test_specforge_files_are_looked_into_once(layout, ends, monkeypatch, online):
     folder, looks = layout("specforge.gz"), []
-    real = captured_module.open_checkpoint
-    monkeypatch.setattr(captured_module, "open_checkpoint", lambda path, names: looks.append(path) or real(path, names))
+    real = specforge_module.open_checkpoint
+    monkeypatch.setattr(
+        specforge_module, "open_checkpoint", lambda path, names: looks.append(path) or real(path, names)
+    )
     open_captured(folder, ends)
     assert len(looks) == 5
     rewrite(some_file(folder), lambda held: held | {"loss_mask": 1 - held["loss_mask"]})

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import stored
-from captured import open_captured
+from states import tensors
+from states.read import open_captured
 from tests.helpers import H, V, not_finite, rewrite, some_file, with_value
 
 # --------------------------------------------------------------------------------------------- what is refused, and how
@@ -110,7 +110,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(layout, ends, documents, k
     if when == "between" or kind == "specforge.gz":
         os.truncate(path, whole - 700)
     else:
-        monkeypatch.setattr(stored.os, "preadv", cut_first)
+        monkeypatch.setattr(tensors.os, "preadv", cut_first)
     states = captured.states(captured.documents)
     lost = 2 if kind == "automodel" else 1
     assert path.stat().st_size < whole and sum(x is None for x in states) == lost == captured.unread["damaged"]

@@ -11,11 +11,11 @@ import types
 import pytest
 import torch
 
-import capture
-import files
-from capture import write_capture
-from captured import open_captured
-from target import load_target
+from data import files
+from states import write
+from states.read import open_captured
+from states.write import write_capture
+from target.model import load_target
 from tests.helpers import ROOT, H, batch_of, check_equal
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -27,7 +27,7 @@ def contents(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_capture_killed_anywhere_resumes_to_the_same_bytes(tmp_path, target, documents, dtype, monkeypatch, capsys):
-    monkeypatch.setattr(capture, "CHUNK_TOKENS", 20)  # chunks of two
+    monkeypatch.setattr(write, "CHUNK_TOKENS", 20)  # chunks of two
     write_capture(tmp_path / "whole", target, documents, dtype)
     assert f"45 tokens of {4 * H * dtype.itemsize + 8} bytes" in capsys.readouterr().out
     whole, replaced = contents(tmp_path / "whole"), os.replace
@@ -127,7 +127,7 @@ def test_another_capture_is_never_written_over(tmp_path, home, target, documents
 
 def test_two_writers_never_share_a_directory(tmp_path, target, documents, monkeypatch):
     out, second = tmp_path / "out", []
-    real = capture.write_document
+    real = write.write_document
 
     def meanwhile(*args):
         with pytest.raises(ValueError, match="another process writes into .*out; wait for it") as stopped:
@@ -138,7 +138,7 @@ def test_two_writers_never_share_a_directory(tmp_path, target, documents, monkey
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "write_document", meanwhile)
+        patch.setattr(write, "write_document", meanwhile)
         write_capture(out, target, documents, torch.float32)
     assert len(second) == 5 == len((out / "index.jsonl").read_text().splitlines())
     write_capture(tmp_path / "alone", target, documents, torch.float32)

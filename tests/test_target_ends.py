@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from draft_deepseek import Eagle3MLAConfig
-from ends import load_ends
-from target import byte_tokenizer
+from target.ends import load_ends
+from target.tiny import byte_tokenizer
 from tests.helpers import H, V, rewrite
 
 

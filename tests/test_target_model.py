@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ends import load_ends
-from target import Target, default_aux_layers, load_target
+from target.ends import load_ends
+from target.model import Target, default_aux_layers, load_target
 from tests.helpers import next_logits
 
 PRESETS = ["deepseek-v3", "kimi-k3"]

@@ -6,9 +6,10 @@ import pytest
 import torch
 import transformers
 
-import target as target_module
-from conversations import answered
-from target import PAD, byte_tokenizer, default_aux_layers, load_target, orthogonalise, tiny_target
+from data.conversations import answered
+from target import tiny
+from target.model import default_aux_layers, load_target
+from target.tiny import PAD, byte_tokenizer, orthogonalise, tiny_target
 from tests.helpers import next_logits
 
 # -------------------------------------------------------------------------------------------------------- tiny targets
@@ -44,7 +45,7 @@ def test_a_tiny_target_is_made_once_and_alike(tiny_targets, tmp_path, monkeypatc
     again = tiny_target("deepseek-v3", tmp_path / "again", progress=False, steps=3)
     first, second = (load_target(path).model.state_dict() for path in (tiny_targets["deepseek-v3"], again))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    monkeypatch.setattr(target_module, "train_tiny", lambda *args: pytest.fail("trained again"))
+    monkeypatch.setattr(tiny, "train_tiny", lambda *args: pytest.fail("trained again"))
     assert tiny_target("deepseek-v3", again, steps=3) == again
     with pytest.raises(ValueError, match="holds built-in target .* 'steps': 3.* wanted is .* 'steps': 4"):
         tiny_target("deepseek-v3", again, steps=4)
@@ -56,7 +57,7 @@ def test_a_killed_making_leaves_nothing_and_nothing_foreign_is_overwritten(tmp_p
     def killed(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(target_module, "train_tiny", lambda *args: {})
+    monkeypatch.setattr(tiny, "train_tiny", lambda *args: {})
     monkeypatch.setattr(transformers.PreTrainedTokenizerFast, "save_pretrained", killed)
     with pytest.raises(KeyboardInterrupt):
         tiny_target("deepseek-v3", tmp_path / "t", progress=False)

@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 import train
 from draft_deepseek import TTTLoss
 from tests.helpers import command, log, toy_batch, toy_draft, weights
+from training.ranks import Ranks
 
 
 @pytest.mark.parametrize("preset", ["deepseek-v3", "kimi-k3"])
@@ -39,9 +40,9 @@ def test_nothing_supervised_moves_nothing():
         toy_batch(draft, text, mask.expand_as(text)) for mask in (torch.ones(20).bool(), torch.zeros(20).bool())
     )
     loss = TTTLoss(draft)
-    train.optimizer_step(args, train.Ranks(), loss, [learned], optimizer, parameters)  # momentum that could move them
+    train.optimizer_step(args, Ranks(), loss, [learned], optimizer, parameters)  # momentum that could move them
     before = [p.clone() for p in parameters]
-    line = train.optimizer_step(args, train.Ranks(), loss, [empty], optimizer, parameters)
+    line = train.optimizer_step(args, Ranks(), loss, [empty], optimizer, parameters)
     assert line["supervised"] == 0 and line["loss"] == 0
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
@@ -56,7 +57,7 @@ def test_the_lambda_loss_does_not_depend_on_how_rows_are_grouped():
     for window in ([whole], [toy_batch(draft, text[i : i + 1], masks[i : i + 1]) for i in range(3)]):
         optimizer = train.make_optimizer(args, parameters)
         optimizer.step = lambda: found.append([p.grad.clone() for p in parameters])  # noqa: B023
-        line = train.optimizer_step(args, train.Ranks(), TTTLoss(draft, loss="lambda"), window, optimizer, parameters)
+        line = train.optimizer_step(args, Ranks(), TTTLoss(draft, loss="lambda"), window, optimizer, parameters)
         found[-1].append(torch.tensor(line["loss"]))
     for one, many in zip(*found, strict=True):
         assert (one - many).abs().max() <= 1e-5 * one.abs().max()

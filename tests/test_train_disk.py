@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import drafts
-import files
 import train
+from data import files
 from tests.helpers import assert_same_run, command, finish, log, start
+from training import drafts
+from training.ranks import Ranks
 
 
 class Killed(BaseException):
@@ -132,12 +133,12 @@ def test_a_run_stopped_before_its_settings_begins_on_resume(runs):
         (runs / "unborn").mkdir()
         for name in left:
             (runs / "unborn" / name).touch()
-        with train.open_run(given, train.Ranks()) as run:
+        with train.open_run(given, Ranks()) as run:
             assert sorted(path.name for path in run.iterdir()) == ["lock", "settings.json"]
         shutil.rmtree(runs / "unborn")
     (runs / "unborn").mkdir()
     (runs / "unborn" / "notes.txt").write_text("the user's")
-    with pytest.raises(ValueError, match="has no settings.json"), train.open_run(given, train.Ranks()):
+    with pytest.raises(ValueError, match="has no settings.json"), train.open_run(given, Ranks()):
         pass
     assert [path.name for path in (runs / "unborn").iterdir()] == ["notes.txt"]
 

@@ -18,10 +18,13 @@ import torch
 import torch.distributed as dist
 
 import train
-from conversations import answered
-from data import anchors_of, cut_to, pack, python_documents
-from target import byte_tokenizer
+from data.conversations import answered
+from data.corpus import python_documents
+from data.documents import cut_to
+from data.packing import anchors_of, pack
+from target.tiny import byte_tokenizer
 from tests.helpers import ROOT, command, finish, log, start, toy_batch, toy_draft, toy_rows, weights
+from training.ranks import Ranks
 
 
 def free_port():
@@ -123,7 +126,7 @@ def one_window(rank, world, port, found):
             p.grad.clone().numpy() for p in parameters
         )
         ours = rows if world == 1 else rows[4 * rank : 4 * rank + 4]
-        train.optimizer_step(args, train.Ranks(rank, world), loss, ours, optimizer, parameters)
+        train.optimizer_step(args, Ranks(rank, world), loss, ours, optimizer, parameters)
         found.put(((rank, empty), gradients))
     if world > 1:
         dist.destroy_process_group()

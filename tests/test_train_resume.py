@@ -10,11 +10,12 @@ import time
 import pytest
 import torch
 
-import drafts
-import target
 import train
-from data import python_documents
+from data.corpus import python_documents
+from target import model, tiny
 from tests.helpers import assert_same_run, command, finish, log, start, weights
+from training import drafts
+from training.ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +80,9 @@ def test_sigterm_in_any_phase_leaves_a_run_that_resumes(runs, whole, module, nam
 
 def test_sigterm_while_the_target_is_made_leaves_no_target_and_a_run_that_resumes(tmp_path, short_training):
     def quick():
-        target.TINY_STEPS = {"deepseek-v3": 3}
+        tiny.TINY_STEPS = {"deepseek-v3": 3}
         if stopping:
-            target.next_token_loss = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)
+            tiny.next_token_loss = lambda *_: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)
 
     output, stopping = tmp_path / "output", True
     finish(start(command(tmp_path, "made", "--steps", 2), output, quick), output, 130)
@@ -169,15 +170,15 @@ def test_a_resume_that_fails_leaves_the_settings_as_they_were(runs, whole):
 def test_two_runs_in_one_directory_are_refused(runs, whole):
     (runs / "held").mkdir()
     given = train.Settings(runs=str(runs), name="held", resume=True)
-    train.write_settings(train.Ranks(), runs / "held", given)
-    with train.open_run(given, train.Ranks()), pytest.raises(ValueError, match="another process trains in"):
+    train.write_settings(Ranks(), runs / "held", given)
+    with train.open_run(given, Ranks()), pytest.raises(ValueError, match="another process trains in"):
         train.main(command(runs, "held", "--resume"))
 
 
 def test_a_loss_that_stays_not_finite_names_its_data(runs, monkeypatch):
-    capture = target.Target.capture
+    capture = model.Target.capture
     nan = lambda *args: [(f * float("nan"), last) for f, last in capture(*args)]  # noqa: E731
-    monkeypatch.setattr(target.Target, "capture", nan)
+    monkeypatch.setattr(model.Target, "capture", nan)
     with pytest.raises(ValueError, match=rf"for {train.BAD_STEPS} steps in a row, up to step 10, .* corpus:\d+"):
         train.main(command(runs, "nan", "--steps", 20))
     lines = log(runs, "nan")

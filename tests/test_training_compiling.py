@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 
 import bench
-import train
 from draft_deepseek import TTTLoss, anchor_mask, block_index
 from test_drafts import make_batch, make_chunks, make_draft, make_rows
+from training import compiling
 
 
 def run(loss, rows):
@@ -65,7 +65,7 @@ def test_fifty_batches_of_one_to_seven_chunks_are_a_graph_each_and_another_witho
     torch._dynamo.reset()
     backend, generator, numbers = Counting(), torch.Generator().manual_seed(0), set()
     loss, eager = TTTLoss(draft), TTTLoss(copy.deepcopy(draft))
-    train.compile_loss(loss, None, backend=backend)
+    compiling.compile_loss(loss, None, backend=backend)
     for i in range(50):
         first, share = int(torch.randint(1, 27, (), generator=generator)), float(torch.rand((), generator=generator))
         batch = make_batch([[first, 27 - first, -2]], seed=i, share=share * (i % 3 > 0) + 0.04)
@@ -85,7 +85,7 @@ def test_inductor_equals_eager(variant):
     draft, _ = make_draft(variant)
     eager, compiled = TTTLoss(draft), TTTLoss(copy.deepcopy(draft))
     torch._dynamo.reset()
-    train.compile_loss(compiled, "default")
+    compiling.compile_loss(compiled, "default")
     for layout in ([[20]], [[7, 6, -2, 5]]):
         batch = make_batch(layout, share=0.6)
         same(learn(compiled, make_chunks(draft, batch, steps=3, chunk=8)), run(eager, make_rows(draft, batch, steps=3)))
@@ -122,7 +122,7 @@ def test_captured_chunks_replay_new_documents_as_eager_and_accumulate(variant):
     eager, captured = TTTLoss(draft), TTTLoss(copy.deepcopy(draft))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    train.compile_loss(captured, "max-autotune")
+    compiling.compile_loss(captured, "max-autotune")
     layouts = [[200, 50, -6]], [[256]], [[1, 100, 155]], [[-100, 156]]
     batches = [on_cuda(make_batch(x, i, share=0.7)) for i, x in enumerate(layouts)]
     for batch in batches * 2:

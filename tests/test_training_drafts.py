@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 import train
 from draft_deepseek import DeepseekV3Eagle3DraftModel, Eagle3MLAConfig, export_config, export_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from drafts import PRESETS, SIZES, draft_config, export, load_draft, make_draft, save_checkpoint
-from settings import Settings, resolve
-from sources import open_source
+from training.drafts import PRESETS, SIZES, draft_config, export, load_draft, make_draft, save_checkpoint
+from training.ranks import Ranks
+from training.settings import Settings, resolve
+from training.sources import open_source
 
 
 def settings(runs, **changes):
@@ -22,7 +23,7 @@ def settings(runs, **changes):
 @pytest.fixture(scope="module")
 def tiny(runs):
     """The built-in target and a few documents."""
-    return open_source(settings(runs), train.Ranks())
+    return open_source(settings(runs), Ranks())
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +127,7 @@ def test_a_damaged_weight_file_is_named(runs, tiny, trained, tmp_path):
 @pytest.fixture(scope="module")
 def nope(runs, tmp_path_factory):
     """An export of a draft without RoPE, and its target."""
-    source = open_source(settings(runs, target="kimi-k3"), train.Ranks())
+    source = open_source(settings(runs, target="kimi-k3"), Ranks())
     path = tmp_path_factory.mktemp("nope") / "draft"
     export(make_draft(settings(runs, target="kimi-k3"), source, 96), path, "float32")
     return path, source

@@ -2,9 +2,10 @@
 
 import pytest
 
-import settings
 import train
 from tests.helpers import complaint, error_line
+from training import settings
+from training.ranks import Ranks
 
 # ---------------------------------------------------------------------------------- one line instead of a traceback
 
@@ -47,7 +48,7 @@ def test_stored_settings_go_through_the_checks_of_the_flags(tmp_path, text, said
 def test_what_a_run_stores_is_read_again_as_it_was(tmp_path, monkeypatch):
     given = settings.Settings(data=["a", "b"], lr=1.0, steps=3, name="run", runs=str(tmp_path), seed=2**64 - 1, clip=3)
     (tmp_path / "run").mkdir()
-    train.write_settings(train.Ranks(), tmp_path / "run", given)
+    train.write_settings(Ranks(), tmp_path / "run", given)
     again, _ = train.parse(["--runs", str(tmp_path), "--name", "run", "--resume", "--steps", "4"])
     assert vars(again) == vars(given) | {"steps": 4, "resume": True}
 

@@ -14,15 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import sources
 import train
-from data import python_documents
+from data.corpus import python_documents
 from draft_deepseek import TTTLoss
-from drafts import make_draft
-from settings import Settings, resolve
-from sources import Assembler, open_source
-from target import load_target
+from target.model import load_target
 from tests.helpers import AUX, DRAFT_IDS, LAYOUTS, complaint, finish, start, turns
+from training import rows as rows_module
+from training.drafts import make_draft
+from training.ranks import Ranks
+from training.rows import Assembler
+from training.settings import Settings, resolve
+from training.sources import open_source
 
 
 def settings(path, folder, **changes):
@@ -77,7 +79,7 @@ def online(home, target, documents, tmp_path):
 def test_loss_and_gradients_are_those_of_the_running_target(layout, kind, home, online, tmp_path):
     vocab = None if kind.startswith("automodel") else vocabulary(tmp_path)
     args = settings(home, tmp_path, data=[str(layout(kind))], draft_vocab=vocab)
-    source = open_source(args, train.Ranks())
+    source = open_source(args, Ranks())
     assert source.on_disk and len(source.training) + len(source.held_out) == 5
     assert_close(loss_and_gradients(args, source, lambda n: [n]), online)
     assert_close(loss_and_gradients(args, source, lambda n: [[i] for i in n]), online)  # packed equals unpacked
@@ -85,7 +87,7 @@ def test_loss_and_gradients_are_those_of_the_running_target(layout, kind, home, 
 
 def test_a_cache_with_its_teacher_needs_a_model_only_for_another_shape(layout, home, tmp_path):
     args = settings(home, tmp_path, data=[str(layout("automodel"))], model=None)
-    source = open_source(args, train.Ranks())
+    source = open_source(args, Ranks())
     assert source.config is None and source.lm_head is None and torch.equal(source.draft_ids, DRAFT_IDS)
     with pytest.raises(ValueError, match="hidden_size 24, not 7168.* give its --model"):
         make_draft(args, source, 96)
@@ -259,7 +261,7 @@ def test_states_that_are_no_numbers_are_named_and_never_trained_on(runs, capture
     assert "damaged (" in said and "its states hold NaN or Inf" in said and f"{folder}/hidden_states/hs_" in said
     for path in paths:
         with_nan(path)
-    monkeypatch.setattr(sources, "NOT_ONE", 4)
+    monkeypatch.setattr(rows_module, "NOT_ONE", 4)
     for steps in (1, 100):  # fewer documents than a run gives up after, and more
         with pytest.raises(ValueError, match="nothing usable is left of .*its states hold NaN or Inf"):
             run(runs, f"all-nan-{steps}", *flags, "--steps", steps)

@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train
-from data import Document, python_documents
-from sources import teacher_check
+from data.corpus import python_documents
+from data.documents import Document
 from tests.helpers import command
+from training.sources import teacher_check
 
 
 def teacher_of(documents: int, length: int, right: float, seed: int = 0) -> str:
