@@ -188,45 +188,34 @@ def sizes_of(documents: Iterable[Document], steps: int) -> list[tuple[int, int]]
     return [(len(d.tokens), anchors_of(d.loss_mask, steps)) for d in documents]
 
 
-def choose_capacity(sizes: list[tuple[int, int]], row_tokens: int) -> int:
-    """Anchors per row for documents of (tokens, anchors): the multiple of row_tokens/16 that holds their mean share, a
-    tenth to spare."""
-    share = sum(anchors for _, anchors in sizes) / max(sum(tokens for tokens, _ in sizes), 1)
-    unit = -(-row_tokens // 16)
-    return min(row_tokens, unit * -(-int(1.1 * share * row_tokens) // unit) or unit)
+PACKING = 2  # of the order that `pack` gives, in which checkpoints count
 
 
-def pack(sizes: list[tuple[int, int]], row_tokens: int, anchors: int, rng: random.Random) -> list[list[int]]:
-    """Index lists of documents of (tokens, anchors), in rows of at most `row_tokens` tokens and `anchors` anchors.
+def pack(lengths: Sequence[int], row_tokens: int, rng: random.Random) -> list[list[int]]:
+    """Indices of documents of so many tokens, in rows of at most `row_tokens`.
 
-    Best fit in two dimensions: in pools of 1024 shuffled documents the largest goes first, into the row it leaves
-    fullest. A document with more anchors than a row holds shares rows of row_tokens anchors with its like. The rows are
-    shuffled; the same `rng` state gives the same rows.
+    Best fit: in pools of 1024 shuffled documents the longest goes first, into the row that it leaves fullest. The rows
+    are shuffled; the same `rng` state gives the same rows.
     """
-    order = list(range(len(sizes)))
+    order, rows = list(range(len(lengths))), []
     rng.shuffle(order)
-    rows = []
-    for wide in (False, True):
-        limit = row_tokens if wide else anchors
-        ours = [i for i in order if (sizes[i][1] > anchors) == wide]
-        for start in range(0, len(ours), 1024):
-            rows += best_fit(ours[start : start + 1024], sizes, row_tokens, limit)
+    for start in range(0, len(order), 1024):
+        rows += best_fit(order[start : start + 1024], lengths, row_tokens)
     rng.shuffle(rows)
     return rows
 
 
-def best_fit(pool: list[int], sizes: list[tuple[int, int]], tokens: int, anchors: int) -> list[list[int]]:
-    rows, left = [], []  # left: free tokens and anchors of each row
-    for i in sorted(pool, key=lambda i: -max(sizes[i][0] / tokens, sizes[i][1] / anchors)):
-        t, a = sizes[i]
-        fitting = [(min((x - t) / tokens, (y - a) / anchors), r) for r, (x, y) in enumerate(left) if x >= t and y >= a]
+def best_fit(pool: list[int], lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    rows, left = [], []  # left: free tokens of each row
+    for i in sorted(pool, key=lambda i: -lengths[i]):
+        fitting = [(free, r) for r, free in enumerate(left) if free >= lengths[i]]
         if fitting:
-            r = min(fitting)[1]
+            _, r = min(fitting)
             rows[r].append(i)
-            left[r] = (left[r][0] - t, left[r][1] - a)
+            left[r] -= lengths[i]
         else:
             rows.append([i])
-            left.append((tokens - t, anchors - a))
+            left.append(row_tokens - lengths[i])
     return rows
 
 

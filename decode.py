@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from draft_deepseek import Metrics, RowBatch, take, upcast
+from draft_deepseek import Metrics, RowBatch, RowChunks, take, upcast
 
 # --------------------------------------------------------------------------------------------------- accept lengths
 
@@ -95,7 +95,7 @@ def walk(rows: RowBatch, metrics: Metrics, k: int | None = None) -> Accepted:
     return sum(walk_by_bucket(rows, metrics, k).values(), Accepted(0, 0))
 
 
-def walk_by_bucket(rows: RowBatch, metrics: Metrics, k: int | None = None) -> dict[str, Accepted]:
+def walk_by_bucket(rows: RowBatch | RowChunks, metrics: Metrics, k: int | None = None) -> dict[str, Accepted]:
     """`walk`, its rounds sorted into BUCKETS by the position that their chain starts at."""
     chain = metrics.hit[:k].long().cumprod(0).sum(0).cpu()  # [B,A]
     first, slots = rows.valid[0].cpu(), rows.anchors.cpu()

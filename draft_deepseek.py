@@ -817,6 +817,16 @@ def build_rows(
     return next(iter(rows))
 
 
+def default_chunk(slots: int, device) -> int:
+    """Anchors of a chunk, a multiple of 128, for rows of so many slots.
+
+    Each step of each chunk writes gradients of all keys and values of the row, so chunks grow with it. A GPU wants
+    1,024 anchors to be busy, a CPU is with 256.
+    """
+    least, share = (1024, 64) if torch.device(device).type == "cuda" else (256, 8)
+    return BLOCK * -(-min(max(least, slots // share), slots) // BLOCK)
+
+
 class RowChunks:
     """Rows of any length as batches of `chunk` anchors a row each, for `TTTLoss.learn`: which slots are anchors, what
     each learns at each step, and the teacher of a chunk when the chunk is asked for.
@@ -825,8 +835,10 @@ class RowChunks:
     and features [B,T,num_aux*H_target], all unshifted; last_hidden [B,T,H_target] after the target's final norm, and
     `head` its output head, [m,H_target] -> logits [m,V]. loss_mask[u] says that what the target says after token u is
     learned. Slots valid at one step at least become anchors, so that metrics count them all. chunk: None for all
-    anchors in one. covered [B,T] bool: where the target's choice is known to be a draft id; None: found by the head.
+    anchors in one. choice [B,T]: the target's at learned tokens where it is known already, None to ask its head.
+    make_mask: with FlexAttention's block mask on CUDA.
 
+    `anchors` [B,all chunks'] and `valid` [S,B,the same] are on the CPU, `choice` [B,T] is -1 at tokens not learned.
     `supervised` [S] counts supervised slots; `denominators` [S] (those of this batch) and `mean_alpha` are handed to
     every chunk and may be set to those of a whole optimizer step. ValueError: shapes that differ, a document in two
     pieces, token ids outside 0..V-1.
@@ -835,7 +847,7 @@ class RowChunks:
     @torch.no_grad()
     def __init__(
         self, draft_ids, tokens, document, position, features, loss_mask, last_hidden, head, *, steps=7, chunk=None,
-        covered=None,
+        choice=None, make_mask=True,
     ):  # fmt: skip
         check_rows(tokens, document, position, features, loss_mask, last_hidden)
         device, t = features.device, tokens.shape[1]
@@ -843,6 +855,7 @@ class RowChunks:
         if (features[padding] != 0).any():  # NaN too: it would reach the gradient of `fc`; a copy only where it must be
             features = features.masked_fill(padding[..., None], 0.0)
         self.features, self.last_hidden, self.head, self.draft_ids = features, last_hidden, head, draft_ids
+        self.make_mask = make_mask and device.type == "cuda"
         valid = valid_slots(document, loss_mask, steps)
         needed = valid.any(0)
         self.most, self.learned = int(needed.sum(1).max()), F.pad(valid[0, :, :-1], (1, 0))  # slot u - 1 feeds token u
@@ -851,11 +864,14 @@ class RowChunks:
         at = slots.clamp(min=0)
         fed = (at + torch.arange(1, steps + 1)[:, None, None]).clamp(max=t - 1)
         self.valid = valid.gather(2, at.expand(steps, -1, -1)) & (slots >= 0)
-        self.slots, self.rank, self.largest_id = slots, self.learned.long().cumsum(1) - 1, int(tokens.max())
+        self.anchors, self.rank, self.largest_id = slots, self.learned.long().cumsum(1) - 1, int(tokens.max())
         self.fed_rank = self.rank.clamp(min=0).expand(steps, -1, -1).gather(2, fed)
-        self.kept = None
-        covered = self.find_covered() if covered is None else covered
-        self.is_supervised = self.valid & covered.cpu().expand(steps, -1, -1).gather(2, fed)
+        self.kept = self.empty_table() if len(self) == 1 and choice is None else None  # one pass of the head is enough
+        self.choice = self.ask() if choice is None else choice
+        drafted = torch.zeros(1 + max(int(self.choice.max()), int(draft_ids.max())), dtype=torch.bool)
+        drafted[draft_ids.cpu()] = True
+        covered = self.learned & drafted[self.choice.clamp(min=0)]
+        self.is_supervised = self.valid & covered.expand(steps, -1, -1).gather(2, fed)
         self.tokens, self.document, self.position = (
             x.to(device, non_blocking=True) for x in (tokens, document, position)
         )
@@ -863,21 +879,22 @@ class RowChunks:
         self.denominators, self.mean_alpha = self.supervised.clamp(min=1).float(), None
 
     def __len__(self) -> int:
-        return self.slots.shape[1] // self.chunk
+        return self.anchors.shape[1] // self.chunk
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[RowBatch]:
         device, t = self.features.device, self.features.shape[1]
-        for begin in range(0, self.slots.shape[1], self.chunk):
+        for begin in range(0, self.anchors.shape[1], self.chunk):
             at = slice(begin, begin + self.chunk)
-            slots, valid, index = self.slots[:, at], self.valid[..., at], self.fed_rank[..., at]
-            first = self.rank.gather(1, slots[:, :1].clamp(min=0)).add(1).clamp(min=0)  # of the tokens that it feeds
+            slots, valid, index = self.anchors[:, at], self.valid[..., at], self.fed_rank[..., at]
+            first = self.rank.gather(1, slots[:, :1].clamp(min=0)) + 1  # learned token that it feeds
+            first = torch.where(slots[:, :1] < 0, t, first)  # none in a row that has no anchors left
             teacher = self.teacher(first) if self.kept is None else self.kept
             index = torch.where(self.is_supervised[..., at], index - first, -1)
             slots, valid, index = (  # laid out alike in every chunk: a compiled graph is made for strides as well
                 x.to(device, memory_format=torch.contiguous_format, copy=True) for x in (slots, valid, index)
             )
-            blocks = block_index(anchor_mask(slots, self.document), t) if device.type == "cuda" else None
+            blocks = block_index(anchor_mask(slots, self.document), t) if self.make_mask else None
             shared = (self.tokens, self.document, self.position, self.features)
             yield RowBatch(*shared, slots, teacher, index, valid, self.denominators, blocks, self.mean_alpha)
 
@@ -895,18 +912,15 @@ class RowChunks:
         steps, b, _ = self.valid.shape
         return torch.zeros(b, self.chunk + steps - 1, len(self.draft_ids), device=self.features.device)
 
-    def find_covered(self) -> Tensor:
-        """Where the target's choice at a learned token is a draft id [B,T]. With one chunk its teacher is kept too."""
-        covered = torch.zeros_like(self.learned)
-        self.kept = self.empty_table() if len(self) == 1 else None
+    def ask(self) -> Tensor:
+        """The target's choice after each learned token [B,T], -1 elsewhere; with one chunk its teacher on the way."""
+        choice = torch.full_like(self.rank, -1)
         for row, token, logits in self.logits(self.learned):
-            ids = self.draft_ids.to(logits.device)
-            drafted = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device).index_fill(0, ids, True)
-            covered[row, token] = drafted[logits.argmax(-1)].cpu()
+            choice[row, token] = logits.argmax(-1).cpu()
             if self.kept is not None:
-                device = self.kept.device
-                self.kept[row.to(device), self.rank[row, token].to(device)] = teach(logits, ids).to(self.kept)
-        return covered
+                at = row.to(self.kept.device), self.rank[row, token].to(self.kept.device)
+                self.kept[at] = teach(logits, self.draft_ids.to(logits.device)).to(self.kept)
+        return choice
 
     def logits(self, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(row [m], token [m], the target's logits [m,V]) of the tokens chosen [B,T], never of many at once."""

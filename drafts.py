@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from data import draft_vocabulary, draft_vocabulary_map
+from data import PACKING, draft_vocabulary, draft_vocabulary_map
 from draft_deepseek import (
     DeepseekV3Eagle3DraftModel,
     Eagle3MLAConfig,
@@ -184,7 +184,8 @@ def save_checkpoint(run: Path, draft: nn.Module, optimizer, step: int, consumed:
     half = final.with_suffix(".part")
     for stale in final.parent.glob("*.part"):
         shutil.rmtree(stale)
-    state = {"step": step, "consumed": consumed, "optimizer": optimizer.state_dict(), "rng": torch.get_rng_state()}
+    state = {"step": step, "consumed": consumed, "packing": PACKING, "rng": torch.get_rng_state()}
+    state["optimizer"] = optimizer.state_dict()
     try:
         draft.save_pretrained(half)
         torch.save(state, half / "training.pt")
@@ -215,6 +216,11 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int
     draft.load_state_dict(stored)
     with naming(newest / "training.pt", f"remove {newest} to go on from the checkpoint before it"):
         state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
+    if state.get("packing") != PACKING:
+        raise ValueError(
+            f"{newest} counts rows as an older version packed them, so its place in the data is lost; start another "
+            f"--name with --init {newest}"
+        )
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"].cpu())
     return state["step"], state["consumed"]

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from captured import is_captured
+from draft_deepseek import BLOCK, default_chunk
 from files import read_json
 from sources import TINY
 
@@ -21,7 +22,7 @@ DEFAULTS = {
 }
 DRAFT_VOCAB = {"built-in": 96, "model": 32_000}  # where neither --draft-vocab nor the data says another
 LEAST = dict.fromkeys(("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "epochs", "eval_rows"), 1)
-LEAST |= dict.fromkeys(("anchors", "documents", "save_every", "eval_every", "keep"), 1)
+LEAST |= dict.fromkeys(("chunk", "documents", "save_every", "eval_every", "keep"), 1)
 LEAST |= {"decode_prompts": 0, "decode_tokens": 2}
 POSITIVE = ("lr", "clip", "follow_gb")
 
@@ -69,10 +70,9 @@ class Settings:
     )
 
     row_tokens: int | None = option(None, "batch", "slots T of a packed row")
-    anchors: int | None = option(None, "batch", "supervised slots A of a row; None: from the data")
+    chunk: int | None = option(None, "batch", "anchors computed at a time; None: by row length and device")
     batch_rows: int = option(1, "batch", "rows B of a micro-batch")
     accumulate: int = option(1, "batch", "micro-batches of an optimizer step, on each rank")
-    recompute: str = option("none", "batch", "step: remake each TTT step in the backward, for memory", ("none", "step"))
 
     steps: int | None = option(None, "optimizer", "optimizer steps; None: as many as --epochs gives")
     epochs: int | None = option(None, "optimizer", "passes over the data, where --steps is not given")
@@ -171,9 +171,8 @@ def unusable(args: Settings) -> str | None:
         return "--device meta computes nothing; auto, cpu, cuda or cuda:N is wanted"
     if device.type == "cuda" and not torch.cuda.is_available():
         return f"--device is {args.device}, but PyTorch sees no CUDA device; use --device cpu"
-    row_tokens = args.row_tokens or resolve(args).row_tokens
-    if args.anchors and args.anchors > row_tokens:
-        return f"--anchors is {args.anchors}; a row of --row-tokens {row_tokens} slots has no more"
+    if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:
+        return f"--chunk is {args.chunk}; on a GPU a multiple of {BLOCK} is wanted"
     if args.follow and (args.epochs or 1) > 1:
         return f"--follow sees its data once, --epochs is {args.epochs}; capture them to go over them again"
     return None
@@ -199,4 +198,5 @@ def resolve(args: Settings) -> Settings:
         args.precision = "bfloat16" if on_cuda and torch.cuda.is_bf16_supported() else "float32"
     if args.compile == "auto":
         args.compile = "max-autotune" if on_cuda else "off"
+    args.chunk = args.chunk or default_chunk(args.row_tokens, args.device)
     return args

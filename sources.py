@@ -4,7 +4,7 @@
     --data CAPTURED                        its embedding and head alone  states read from disk, ahead
     --follow DIR --data chats.jsonl        the same                      states taken as a running vLLM writes them
 
-Shapes: T slots and A anchors of a row, L tokens of a document, H the target's hidden size, V its vocabulary, W the
+Shapes: T slots of a row, L tokens of a document, H the target's hidden size, V its vocabulary, W the
 width of the states that the teacher is made from.
 """
 
@@ -21,19 +21,8 @@ from torch import Tensor, nn
 from capture import Follower, bytes_per_token, prefetched
 from captured import is_captured, masks_of, open_captured, read_masks, token_key
 from conversations import answered, read_conversations
-from data import (
-    Document,
-    Documents,
-    anchors_of,
-    choose_capacity,
-    cut_to,
-    lay_out,
-    pack,
-    python_documents,
-    sizes_of,
-    split,
-)
-from draft_deepseek import RowBatch, build_rows
+from data import Document, Documents, anchors_of, cut_to, lay_out, pack, python_documents, sizes_of, split
+from draft_deepseek import RowChunks
 from ends import TargetEnds, load_ends
 from target import Target, check_aux_layers, load_target, tiny_target
 
@@ -221,43 +210,54 @@ def followed_source(args, ranks) -> Source:
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-class Window(NamedTuple):
-    """What one rank computes in one optimizer step."""
-
-    rows: list[RowBatch]
-    documents: list[Document]
-    consumed: int  # micro-batches of all ranks, this window's included
-    ended: bool = False  # the stream has no more
-
-
 Filled = list[list[tuple[Document, tuple[Tensor, Tensor]]]]  # rows of documents with their features and last states
 
 
 class Assembler:
     """Makes the rows of a micro-batch from documents and their states. make_mask: keep FlexAttention's block mask."""
 
-    def __init__(self, args, source: Source, draft_ids: Tensor, anchors: int, make_mask: bool):
-        self.args, self.source, self.draft_ids = args, source, draft_ids
-        self.anchors, self.make_mask = anchors, make_mask
+    def __init__(self, args, source: Source, draft_ids: Tensor, make_mask: bool = True):
+        self.args, self.source, self.draft_ids, self.make_mask = args, source, draft_ids, make_mask
         dtype, device = getattr(torch, args.precision), torch.device(args.device)
         features = torch.zeros(0, len(source.aux_layers) * source.hidden_size, dtype=dtype, device=device)
         is_state = source.width == source.hidden_size  # else probabilities, which bfloat16 would round
         last = torch.zeros(0, source.width, dtype=dtype if is_state else torch.float32, device=device)
         self.like = features, last
 
-    def capacity(self, anchors: int) -> int:
-        """A of a row that needs so many anchors: two shapes in all."""
-        return self.anchors if anchors <= self.anchors else self.args.row_tokens
-
-    def __call__(self, rows: Filled) -> RowBatch:
-        """Filled up with rows of padding to args.batch_rows."""
-        steps = self.args.ttt_steps
-        most = max((sum(anchors_of(d.loss_mask, steps) for d, _ in row) for row in rows), default=0)
+    def __call__(self, rows: Filled, choice: Tensor | None = None) -> RowChunks:
+        """Filled up with rows of padding to args.batch_rows. choice: the target's, from a first call."""
         rows = [[(d.tokens, d.loss_mask, *states) for d, states in row] for row in rows]
         rows += [[]] * (self.args.batch_rows - len(rows))
         laid_out = lay_out(rows, self.args.row_tokens, self.like)
-        made = build_rows(self.draft_ids, **laid_out, head=self.source.head, steps=steps, anchors=self.capacity(most))
-        return made if self.make_mask else made._replace(block_mask=None)
+        how = {"steps": self.args.ttt_steps, "chunk": self.args.chunk, "make_mask": self.make_mask}
+        return RowChunks(self.draft_ids, **laid_out, head=self.source.head, choice=choice, **how)
+
+
+class Batch:
+    """A micro-batch of documents with their states, which are laid out on the device when its rows are asked for.
+
+    keep: hold them there, where no other micro-batch of the optimizer step wants the place.
+    """
+
+    def __init__(self, make: Assembler, filled: Filled, keep: bool):
+        self.make, self.filled, self.keep = make, filled, keep
+        self.choice, self.kept = None, None
+
+    def rows(self) -> RowChunks:
+        if self.kept is not None:
+            return self.kept
+        made = self.make(self.filled, self.choice)
+        self.choice, self.kept = made.choice, made if self.keep else None
+        return made
+
+
+class Window(NamedTuple):
+    """What one rank computes in one optimizer step."""
+
+    batches: list[Batch]
+    documents: list[Document]
+    consumed: int  # micro-batches of all ranks, this window's included
+    ended: bool = False  # the stream has no more
 
 
 class Rows:
@@ -268,16 +268,28 @@ class Rows:
         self.lengths, self.latest = [], (-1, [])
 
     def epoch(self, number: int) -> list[list[list[int]]]:
-        """Micro-batches of rows of documents, in an order fixed by (seed, epoch); all rows of one have one capacity."""
+        """Micro-batches of rows of documents, in an order fixed by (seed, epoch).
+
+        Rows of one micro-batch have about as many anchors each, since their chunks go side by side.
+        """
         if self.latest[0] != number:
             b, rng = self.args.batch_rows, random.Random(f"{self.args.seed}/{number}")
-            rows = pack(self.sizes, self.args.row_tokens, self.make.anchors, rng)
-            need = [self.make.capacity(sum(self.sizes[i][1] for i in row)) for row in rows]
-            kinds = [[r for r, a in zip(rows, need, strict=True) if a == kind] for kind in sorted(set(need))]
-            batches = [kind[i : i + b] for kind in kinds for i in range(0, len(kind), b)]
+            rows = pack([tokens for tokens, _ in self.sizes], self.args.row_tokens, rng)
+            if b > 1:
+                rows.sort(key=self.anchors)
+            batches = [rows[i : i + b] for i in range(0, len(rows), b)]
             rng.shuffle(batches)
             self.latest = (number, batches)
         return self.latest[1]
+
+    def anchors(self, row: list[int]) -> int:
+        return sum(self.sizes[i][1] for i in row)
+
+    @property
+    def computed(self) -> int:
+        """Anchors that the chunks of the first epoch have room for."""
+        c = self.args.chunk
+        return sum(c * self.args.batch_rows * max(1, -(-max(map(self.anchors, rows)) // c)) for rows in self.epoch(0))
 
     def count(self, epochs: int) -> int:
         while len(self.lengths) < epochs:
@@ -312,9 +324,10 @@ class Rows:
         with closing(prefetched(read(), 1) if self.source.on_disk else read()) as windows:
             for window in windows:
                 consumed += self.args.accumulate * ranks.world
-                yield Window([self.make(rows) for rows in window], documents_in(window), consumed)
+                batches = [Batch(self.make, filled, len(window) == 1) for filled in window]
+                yield Window(batches, documents_in(window), consumed)
 
-    def some(self, rows: int, ranks) -> Iterator[RowBatch]:
+    def some(self, rows: int, ranks) -> Iterator[RowChunks]:
         """This rank's share of the first `rows` rows."""
         for batch in self.epoch(0)[: max(1, rows // self.args.batch_rows)][ranks.rank :: ranks.world]:
             yield self.make(self.fill(batch))
@@ -344,7 +357,7 @@ class FollowedRows:
 
     def __init__(self, args, source: Source, expected: Rows):
         self.args, self.follower, self.make = args, source.follower, expected.make
-        self.per_epoch, self.sizes = expected.per_epoch, expected.sizes
+        self.per_epoch, self.sizes, self.computed = expected.per_epoch, expected.sizes, expected.computed
         self.keys, self.held = {token_key(d.tokens) for d in source.held_out}, []
 
     def steps_after(self, consumed: int, per_step: int) -> int:
@@ -376,9 +389,9 @@ class FollowedRows:
 
     def pack(self, pool: list) -> list[list]:
         """Rows of the pool, the emptiest last."""
-        sizes = sizes_of((d for d, _ in pool), self.args.ttt_steps)
-        rows = pack(sizes, self.args.row_tokens, self.make.anchors, random.Random(self.args.seed))
-        rows.sort(key=lambda row: -sum(sizes[i][0] for i in row))
+        lengths = [len(d.tokens) for d, _ in pool]
+        rows = pack(lengths, self.args.row_tokens, random.Random(self.args.seed))
+        rows.sort(key=lambda row: -sum(lengths[i] for i in row))
         return [[pool[i] for i in row] for row in rows]
 
     def windows(self, consumed: int, ranks) -> Iterator[Window]:
@@ -389,9 +402,10 @@ class FollowedRows:
             b = self.args.batch_rows
             batches = [ours[i : i + b] for i in range(0, self.args.accumulate * b, b)]
             consumed += self.args.accumulate * ranks.world
-            yield Window([self.make(batch) for batch in batches], documents_in(batches), consumed, not ours)
+            made = [Batch(self.make, filled, len(batches) == 1) for filled in batches]
+            yield Window(made, documents_in(batches), consumed, not ours)
 
-    def some(self, rows: int, ranks) -> Iterator[RowBatch]:
+    def some(self, rows: int, ranks) -> Iterator[RowChunks]:
         """Rows of what this rank has held out so far."""
         for row in self.pack(self.held) if self.held else []:
             yield self.make([row])
@@ -409,8 +423,7 @@ def make_rows(
 ) -> tuple[Rows | FollowedRows, Rows | FollowedRows]:
     """The rows to train on and those to evaluate on, of the same shapes."""
     sizes = [sizes_of(documents, args.ttt_steps) for documents in (source.training, source.held_out)]
-    anchors = args.anchors or choose_capacity(sizes[0], args.row_tokens)
-    make = Assembler(args, source, draft_ids, anchors, make_mask)
+    make = Assembler(args, source, draft_ids, make_mask)
     rows = [Rows(args, source, d, s, make) for d, s in zip((source.training, source.held_out), sizes, strict=True)]
     if source.follower is None:
         return tuple(rows)

@@ -46,15 +46,14 @@ def loss_and_gradients(args, source, rows_of):
     torch.manual_seed(0)
     draft = make_draft(args, source, 96)
     everything = sorted([*source.training, *source.held_out], key=lambda d: d.tokens[1:].tolist())
-    make = Assembler(args, source, draft.draft_ids, args.row_tokens, make_mask=False)
+    make = Assembler(args, source, draft.draft_ids)
     found = list(zip(everything, source.states(everything), strict=True))
     batches = [make([[found[i] for i in row]]) for row in rows_of(range(len(found)))]
-    counts = sum((b.teacher_index >= 0).sum((1, 2)) for b in batches).clamp(min=1).float()
+    counts = sum(b.supervised for b in batches).clamp(min=1).float()
     module, total = TTTLoss(draft, args.ttt_steps), 0.0
     for b in batches:
-        loss, _ = module(b._replace(denominators=counts))
-        loss.backward()
-        total += loss.item()
+        b.denominators = counts
+        total += module.learn(b)[0].item()
     return {"loss": torch.tensor(total)} | {n: p.grad for n, p in draft.named_parameters() if p.requires_grad}
 
 
@@ -141,7 +140,7 @@ def test_a_dry_run_says_what_a_run_needs_and_leaves_nothing(runs, chats, capsys)
     before = sorted(path for path in runs.rglob("*") if "tokens" not in path.parts)
     train.main(["--runs", str(runs), "--name", "dry", *SHORT, "--data", str(chats), "--dry-run", "--epochs", "2"])
     said = capsys.readouterr().out
-    assert "196 of 200" in said and "slots and" in said and "GB a rank" in said and "FLOP" in said
+    assert "196 of 200" in said and "slots an epoch" in said and "times the" in said and "GB a rank" in said and "FLOP" in said
     assert sorted(path for path in runs.rglob("*") if "tokens" not in path.parts) == before
 
 

@@ -23,10 +23,10 @@ import bench
 import bench_decode
 import decode
 from decode import Accepted, Cropped, Drafter, Round, Snapshots, WholeText, choose_verifier, speculative, walk
-from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows, export_config, export_state
+from draft_deepseek import DeepseekV3Eagle3DraftModel, RowChunks, TTTLoss, build_rows, export_config, export_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from target import Target
-from test_drafts import K3, SIZES, make_batch, make_draft, make_rows
+from test_drafts import K3, SIZES, make_batch, make_draft, make_rows, unroll
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 TOY = SIZES | {"vocab_size": 32, "draft_vocab_size": 32, "pad_token_id": None}
@@ -56,11 +56,16 @@ class Toy:
         return torch.stack(tokens[1:])
 
 
-def toy_rows(draft, text, loss_mask):
+def toy_rows(draft, text, loss_mask, make=build_rows):
     """One row batch of token rows [B,T] that the toy target reads."""
     features, last = Toy().states(text)
     position = torch.arange(text.shape[1]).expand_as(text)
-    return build_rows(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
+    return make(draft.draft_ids, text, torch.zeros_like(text), position, features, loss_mask, last, Toy().head)
+
+
+def toy_batch(draft, text, loss_mask):
+    """The same as the loop gets it."""
+    return SimpleNamespace(rows=lambda: toy_rows(draft, text, loss_mask, RowChunks))
 
 
 PROMPT = torch.tensor([5, 9, 2])
@@ -305,7 +310,7 @@ def test_every_round_drafts_from_the_states_of_training_and_accepts_its_hits(var
         rows = build_rows(draft.draft_ids, text, document, slot, features, learned, last, target.head, steps=k)
         loss = TTTLoss(draft, steps=k)
         with torch.no_grad():
-            unrolled, metrics = loss.unroll(rows)[:, 0], loss(rows)[1]
+            unrolled, metrics = unroll(loss, rows)[:, 0], loss(rows)[1]
         index = {t: a for a, t in enumerate(rows.anchors[0].tolist())}
         hits = metrics.hit.long().cumprod(0).sum(0)[0]
         assert walk(rows, metrics, k).rounds == len(one.rounds)
@@ -462,7 +467,7 @@ def test_cached_states_equal_those_of_the_training_unroll(variant):
     batch = make_batch([[20], [20]], share=0.7)
     rows = make_rows(draft, batch, steps=4)
     with torch.no_grad():
-        want = TTTLoss(draft, steps=4).unroll(rows)  # [S,B,A,H]
+        want = unroll(TTTLoss(draft), rows)  # [S,B,A,H]
         drafter = Drafter(draft, 2, 24, 1)
         g = draft.project_hidden_states(batch["features"])
         drafter.prefill(rows.tokens[:, 1:4], batch["features"][:, :3])

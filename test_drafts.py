@@ -348,7 +348,7 @@ def run_fast(draft, batch, steps=7, anchors=None, denominators=None, mean_alpha=
     value.backward()
     gradients = {k: p.grad.clone() for k, p in draft.named_parameters()}  # each has one, whatever was supervised
     with torch.no_grad():
-        hidden = ttt.unroll(ttt.keys(rows.tokens, rows.position, rows.features), rows)
+        hidden = unroll(ttt, rows)
     return SimpleNamespace(rows=rows, hidden=hidden, loss=value.detach(), metrics=metrics, gradients=gradients)
 
 
@@ -365,7 +365,11 @@ def run_chunks(draft, batch, chunk, steps=7, denominators=None, **loss):
     draft.zero_grad(set_to_none=True)
     value, metrics = TTTLoss(draft, **loss).learn(rows)
     gradients = {k: p.grad.clone() for k, p in draft.named_parameters()}
-    return SimpleNamespace(rows=rows, anchors=rows.slots, loss=value, metrics=metrics, gradients=gradients)
+    return SimpleNamespace(rows=rows, anchors=rows.anchors, loss=value, metrics=metrics, gradients=gradients)
+
+
+def unroll(ttt, rows):
+    return ttt.unroll(ttt.keys(rows.tokens, rows.position, rows.features), rows)
 
 
 def at_anchors(x, anchors):

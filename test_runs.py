@@ -21,9 +21,9 @@ import drafts
 import target
 import train
 from conversations import answered
-from data import anchors_of, choose_capacity, cut_to, pack, python_documents, sizes_of
+from data import anchors_of, cut_to, pack, python_documents
 from target import byte_tokenizer
-from test_decode import toy_draft, toy_rows
+from test_decode import toy_batch, toy_draft
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).parent
@@ -284,8 +284,7 @@ def documents_for(batches: int, row_tokens: int, steps: int = 3) -> int:
     documents = [cut_to(d, row_tokens) for d in answered(tokenizer, python_documents(False)[:300])]
     for n in range(20, 300):
         kept = [d for d in documents[:n] if anchors_of(d.loss_mask, steps)]
-        sizes = sizes_of(kept, steps)
-        if len(pack(sizes, row_tokens, choose_capacity(sizes, row_tokens), random.Random("0/0"))) == batches:
+        if len(pack([len(d.tokens) for d in kept], row_tokens, random.Random("0/0"))) == batches:
             return n
     raise AssertionError(f"no number of documents makes {batches} rows")
 
@@ -332,7 +331,7 @@ def windows(empty: bool):
     text = torch.randint(32, (8, 1, 20), generator=torch.Generator().manual_seed(1))
     counts = [2, 0, 1, 0, 0, 0, 0 if empty else 1, 0]
     masks = [((torch.arange(20) >= 9) & (torch.arange(20) < 9 + n))[None] for n in counts]
-    return draft, [toy_rows(draft, x, mask) for x, mask in zip(text, masks, strict=True)]
+    return draft, [toy_batch(draft, x, mask) for x, mask in zip(text, masks, strict=True)]
 
 
 def one_window(rank, world, empty, port, queue):
@@ -348,9 +347,8 @@ def one_window(rank, world, empty, port, queue):
         train.optimizer_step(args, train.Ranks(), loss, rows, optimizer, parameters)
     else:
         dist.init_process_group("gloo", f"tcp://localhost:{port}", rank=rank, world_size=world)
-        ddp = train.DistributedDataParallel(loss)
         ours = rows[4 * rank : 4 * rank + 4]
-        train.optimizer_step(args, train.Ranks(rank, world), ddp, ours, optimizer, parameters)
+        train.optimizer_step(args, train.Ranks(rank, world), loss, ours, optimizer, parameters)
         dist.destroy_process_group()
     queue.put((rank, found))
 
@@ -398,7 +396,7 @@ def test_a_killed_rank_ends_the_job_with_an_error(runs):
         (["--aux-layers", "a,b,c"], "a,b,c"),
         (["--device", "banana"], "banana"),
         (["--lr", "nan"], "--lr is nan"),
-        (["--anchors", "4096"], "--anchors is 4096"),
+        (["--chunk", "0"], "--chunk is 0"),
         (["--resume"], "--name"),
         (["--device", "meta"], "--device meta"),
         (["--warmup", "3"], "--warmup is 3.0"),

@@ -33,18 +33,17 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from capture import send, write_capture
 from costs import even_workload, matrix_rate, model_flops, step_memory
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
-from draft_deepseek import BLOCK, Metrics, RowBatch, TTTLoss, anchor_mask, attend, block_index
+from draft_deepseek import BLOCK, Metrics, RowChunks, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
 from files import replace_with
 from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
-from sources import FollowedRows, Rows, Source, conversations, make_rows, open_source
+from sources import Batch, FollowedRows, Rows, Source, conversations, make_rows, open_source
 from target import Target, load_tokenizer
 
 # ----------------------------------------------------------------------------------------------------------------- main
@@ -72,7 +71,7 @@ def main(argv=None) -> None:
         ranks.print(plan(args, ranks, source, draft, rows))
         if instead.dry_run:
             return
-        loss = TTTLoss(draft, args.ttt_steps, args.loss, recompute=args.recompute)
+        loss = TTTLoss(draft, args.ttt_steps, args.loss)
         compile_loss(loss, args.compile)
         check = functools.partial(evaluate, args, ranks, loss, held_out)
         optimizer = make_optimizer(args, [p for p in draft.parameters() if p.requires_grad])
@@ -103,6 +102,12 @@ class Ranks(NamedTuple):
         if self.world > 1:
             dist.all_reduce(x)
         return x
+
+    def share(self, module: nn.Module) -> None:
+        """The first rank's parameters and buffers, on all."""
+        if self.world > 1:
+            for x in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(x.data, 0)
 
     def print(self, text: str) -> None:
         if self.rank == 0:
@@ -215,15 +220,15 @@ def send_conversations(args: Settings, url: str, out: str) -> None:
 
 def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: Rows | FollowedRows) -> str:
     """What the run will be, and what it needs by formula: rows, fill, steps, memory, hours at the matrix rate."""
-    cfg, t, a, s = draft.config, args.row_tokens, rows.make.anchors, args.ttt_steps
+    cfg, t, s = draft.config, args.row_tokens, args.ttt_steps
     trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad == x) for x in (True, False))
     tokens, anchors = (sum(column) for column in zip(*rows.sizes, strict=True))
     learned = source.training.learned
     per_step, batches = args.accumulate * ranks.world, rows.per_epoch
     steps = args.steps or rows.steps_after(0, per_step)
     epochs, count = steps * per_step / batches, batches * args.batch_rows
-    form, c = "step" if args.recompute == "step" else "ours", 2 if args.precision == "bfloat16" else 4
-    memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, a / t, c, form, s).values())
+    c = 2 if args.precision == "bfloat16" else 4
+    memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, args.chunk / t, c, "ours", s).values())
     width = len(source.aux_layers) * source.hidden_size + source.width
     keys = int(sum(a * s * (n - a / 2) for n, a in rows.sizes))  # answers end their documents
     flops = epochs * sum(model_flops(cfg, **even_workload(tokens, anchors, learned, keys, s)).values())
@@ -233,8 +238,9 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
     return warning + (
         f"draft: {type(draft).__name__}, {trained / 1e6:,.2f}M trained parameters, {cfg.draft_vocab_size:,} of "
         f"{cfg.vocab_size:,} tokens\n"
-        f"rows: {count:,} of {t} slots and {a} anchors an epoch, {tokens / (count * t):.0%} of the slots and "
-        f"{anchors / (count * a):.0%} of the anchors filled; {steps:,} steps of {args.batch_rows * per_step} rows\n"
+        f"rows: {count:,} of {t} slots an epoch, {tokens / (count * t):.0%} filled; chunks of {args.chunk} anchors "
+        f"compute {rows.computed / max(anchors, 1):.2f} times the {anchors:,} needed; {steps:,} steps of "
+        f"{args.batch_rows * per_step} rows\n"
         f"states: {width * c:,} bytes a token in {args.precision}, {width * c * tokens / 1e9:,.2f} GB an epoch\n"
         f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
         f"at the matrix rate of {args.device}"
@@ -294,7 +300,7 @@ def train(
     parameters = [p for p in loss.parameters() if p.requires_grad]
     done, consumed = begin
     steps = args.steps or done + rows.steps_after(consumed, args.accumulate * ranks.world)
-    model = DistributedDataParallel(loss) if ranks.world > 1 else loss
+    ranks.share(loss)
     log = Log(args, ranks, run, done, steps)
     saved = done
     with Interruption(rows.stop) as interruption, contextlib.closing(rows.windows(consumed, ranks)) as windows, log:
@@ -305,7 +311,7 @@ def train(
             consumed = window.consumed
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * learning_rate(step - 1, steps, args.warmup)
-            line = optimizer_step(args, ranks, model, window.rows, optimizer, parameters)
+            line = optimizer_step(args, ranks, loss, window.batches, optimizer, parameters)
             rows.used(window)
             log.write(step, line | {"lr": optimizer.param_groups[0]["lr"]}, window.documents)
             if args.eval_every and step % args.eval_every == 0 and step < steps:
@@ -403,29 +409,26 @@ def learning_rate(step: int, steps: int, warmup: float) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch], optimizer, parameters: list) -> dict:
+def optimizer_step(args, ranks: Ranks, loss: TTTLoss, window: list[Batch], optimizer, parameters: list) -> dict:
     """Forward and backward of the window's micro-batches over the counts of all ranks' windows, then one update.
 
     With nothing supervised anywhere nothing moves: AdamW would, by its momentum, even on zero gradients.
     """
-    supervised = ranks.sum(sum((rows.teacher_index >= 0).sum((1, 2)) for rows in window))
-    denominators = supervised.clamp(min=1).float()
-    window = [rows._replace(denominators=denominators) for rows in window]
+    supervised = ranks.sum(sum(batch.rows().supervised for batch in window))
+    denominators, mean_alpha = supervised.clamp(min=1).float(), None
     if args.loss == "lambda":  # its weight is of the whole step, not of a micro-batch: one pass without gradients
-        alpha = ranks.sum(sum(step_alpha(args, model, rows) for rows in window))
-        window = [rows._replace(mean_alpha=alpha / denominators) for rows in window]
+        with autocast(args):
+            mean_alpha = ranks.sum(sum(loss.alpha(batch.rows()) for batch in window)) / denominators
     sums = torch.zeros(3, args.ttt_steps, dtype=torch.float64, device=denominators.device)  # hits, prefix hits, valid
     total = torch.zeros((), dtype=torch.float64, device=denominators.device)
-    for m, rows in enumerate(window, start=1):
-        if rows.features.is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
-        last = m == len(window) or ranks.world == 1
-        with contextlib.nullcontext() if last else model.no_sync():
-            with autocast(args):
-                loss, metrics = model(rows)
-            (loss * ranks.world).backward()  # DistributedDataParallel takes the mean over ranks, the loss is a sum
-        total += loss.detach()
+    for batch in window:
+        rows = batch.rows()
+        rows.denominators, rows.mean_alpha = denominators, mean_alpha
+        with autocast(args):
+            value, metrics = loss.learn(rows)
+        total += value
         sums += torch.stack([metrics.step_hits, metrics.step_prefix_hits, metrics.step_valid])
+    sum_gradients(ranks, parameters)
     count = int(supervised.sum())
     hits, prefix_hits, valid = ranks.sum(sums)
     norm = nn.utils.clip_grad_norm_(parameters, args.clip)
@@ -442,13 +445,27 @@ def optimizer_step(args, ranks: Ranks, model: nn.Module, window: list[RowBatch],
     }
 
 
-@torch.no_grad()
-def step_alpha(args, model: nn.Module, rows: RowBatch) -> Tensor:
-    """Sum of alpha over the supervised slots of each step [S]."""
-    if rows.features.is_cuda:
-        torch.compiler.cudagraph_mark_step_begin()
-    with autocast(args):
-        return model(rows)[1].step_alpha.clone()  # of a graph's memory
+BUCKET = 64 * 2**20  # numbers summed over ranks at a time
+
+
+def sum_gradients(ranks: Ranks, parameters: list) -> None:
+    """The gathered gradients, once a step: several backwards made them, and none touches every parameter.
+
+    The loss is a sum over the counts of all ranks, so gradients add up.
+    """
+    if ranks.world == 1:
+        return
+    buckets, room = [], 0
+    for p in parameters:
+        if p.grad.numel() > room:
+            buckets.append([])
+            room = max(BUCKET, p.grad.numel())
+        buckets[-1].append(p.grad)
+        room -= p.grad.numel()
+    for bucket in buckets:
+        flat = ranks.sum(torch.cat([x.flatten() for x in bucket]))
+        for x, part in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+            x.copy_(part.view_as(x))
 
 
 class Interruption:
@@ -485,11 +502,11 @@ def evaluate(args: Settings, ranks: Ranks, loss: TTTLoss, held_out: Rows | Follo
     steps, own = torch.zeros(2, args.ttt_steps, **new), torch.zeros(2, **new)
     for rows in held_out.some(args.eval_rows, ranks):
         with autocast(args):
-            _, m = loss(rows)
+            _, m = loss.learn(rows)
         walked += torch.tensor(list(walk_by_bucket(rows, m).values()), **new)
-        chains += chains_by_bucket(rows, m)
+        chains += chains_by_bucket(rows, m).to(args.device)
         steps += torch.stack([m.step_hits, m.step_supervised])
-        own += torch.stack(on_policy(rows, loss.draft.draft_ids))
+        own += torch.tensor(on_policy(rows), **new)
     walked, chains, (hits, supervised), (same, learned) = (ranks.sum(x) for x in (walked, chains, steps, own))
     return accept_lengths(walked.sum(0), chains.sum(0)) | {
         "accuracy": (hits / supervised.clamp(min=1)).tolist(),
@@ -507,23 +524,20 @@ def accept_lengths(walked: Tensor, chains: Tensor) -> dict:
     return {"simulated": simulated, "walked": Accepted(*walked.tolist()).length, "slots": int(valid[0])}
 
 
-def chains_by_bucket(rows: RowBatch, m: Metrics) -> Tensor:
+def chains_by_bucket(rows: RowChunks, m: Metrics) -> Tensor:
     """[buckets,2,S]: chains right up to step s, and valid ones, by the position they start at."""
-    position = rows.position.gather(1, rows.anchors.clamp(min=0))
-    valid = rows.valid.long().cumprod(0)
-    chains = torch.stack([(m.hit & rows.valid).long().cumprod(0), valid])  # [2,S,B,A]
+    position = rows.position.cpu().gather(1, rows.anchors.clamp(min=0))
+    chains = torch.stack([m.hit.cpu() & rows.valid, rows.valid]).long().cumprod(1)  # [2,S,B,A]
     ends = [0, *BUCKETS.values()]
     inside = torch.stack([(position >= a) & (position < b) for a, b in itertools.pairwise(ends)])
     return torch.einsum("csba,kba->kcs", chains.double(), inside.double())
 
 
-def on_policy(rows: RowBatch, draft_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """How many learned tokens are what the teacher would have said greedily, and of how many."""
-    supervised = rows.teacher_index[0] >= 0
-    choice = draft_ids[rows.teacher.argmax(-1).gather(1, rows.teacher_index[0].clamp(min=0))]  # after token anchor + 1
-    after = (rows.anchors + 2).clamp(0, rows.tokens.shape[1] - 1)
-    counted = supervised & (rows.document.gather(1, after) == rows.document.gather(1, rows.anchors.clamp(min=0)))
-    return ((rows.tokens.gather(1, after) == choice) & counted).sum(), counted.sum()
+def on_policy(rows: RowChunks) -> tuple[int, int]:
+    """How many learned tokens are what the target would have said greedily, and of how many."""
+    document, tokens = (x.cpu() for x in (rows.document, rows.tokens))
+    counted = rows.learned[:, :-1] & (document[:, 1:] == document[:, :-1])
+    return int((counted & (rows.choice[:, :-1] == tokens[:, 1:])).sum()), int(counted.sum())
 
 
 def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
