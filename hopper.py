@@ -1,7 +1,7 @@
 """Cases for tools that compile the two graphs of a training step for Hopper, or run what was compiled, without a GPU.
 
-`compiled_keys` and `compiled_chunk`: a real draft in bf16, every slot supervised, tensors on "cuda" (fake ones in such a
-tool): the function to be compiled with fullgraph and differentiated, and its inputs.
+`compiled_keys` and `compiled_chunk`: a real draft in bf16, every slot supervised, tensors on "cuda" (fake ones in such
+a tool): the function to be compiled with fullgraph and differentiated, and its inputs.
 
 `keys` and `chunk`: a small draft in numbers, on the CPU: the module to be compiled, its inputs, what it should return
 (plain attention, not compiled) and how far off it may be.
@@ -124,8 +124,8 @@ class Part(nn.Module):
         if self.part == "chunk":
             loss, metrics = made
             made = loss, *(x for x in metrics if x is not None)
-        # a view of something larger, as v is, would be made outside of the graph, and so would its gradient
-        return tuple(x.clone() for x in made if x is not None)
+        # v is a view of something larger: it would be made outside of the graph, and so would its gradient
+        return tuple(x.clone(memory_format=torch.contiguous_format) for x in made if x is not None)
 
 
 def small(kind, layout, share, steps, chunk, bf16, wide, heads, loss):
