@@ -373,7 +373,7 @@ def run_chunks(draft, batch, chunk, steps=7, denominators=None, **loss):
 
 
 def unroll(ttt, rows):
-    return ttt.unroll(ttt.keys(rows.tokens, rows.position, rows.features), rows)
+    return ttt.unroll(ttt.keys(F.pad(rows.tokens, (0, 1)), rows.position, rows.features), rows)
 
 
 def at_anchors(x, anchors):
