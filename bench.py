@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -39,9 +40,13 @@ from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from entry import ending, guard_loading, handle_signals, interrupt
+
 # OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
 # on the same cores. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ in ("__main__", "__mp_main__"):  # what follows takes seconds to load
+    guard_loading(__name__)
 
 import torch
 import torch.nn.functional as F
@@ -50,13 +55,15 @@ from transformers.utils import logging as transformers_logging
 
 import bench_decode
 import draft_deepseek
-from costs import FORMS, clock, even_workload, matrix_rate, model_flops, saved, step_memory, workload
+from costs import FORMS, clock, even_workload, matrix_rate, memory_of, model_flops, saved, step_memory, workload
 from draft_deepseek import DeepseekV3Eagle3DraftModel, RowChunks, TTTLoss, default_chunk
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from settings import OneLineParser
+from files import replace_with
+from settings import OneLineParser, as_path
 from train import compile_loss
 
 STEPS, STEP_DECAY = 7, 0.8
+RESULT_BYTES = 1 << 20  # of --out, at most
 DRAFTS = {"deepseek-v3": DeepseekV3Eagle3DraftModel, "kimi-k3": KimiK3Eagle3DraftModel}
 SIZES = {  # H, n, q_lora, R, nope, rope, v, intermediate, V, Vd
     "tiny": (48, 3, 24, 16, 12, 8, 10, 72, 160, 96),
@@ -495,6 +502,8 @@ def print_shapes(rows: list[dict], chunks: str) -> None:
 def suite_train(args) -> dict:
     cells, rows, peaks, full = train_cells(args), [], {}, []
     for cell in cells:
+        check_memory(cell)
+    for cell in cells:
         result = in_child(cell)
         peak = result["peak_bytes"]
         if cell.device == "cpu":
@@ -513,6 +522,21 @@ def suite_train(args) -> dict:
     print_train(rows, full, growth)
     machine = bench_decode.machine(args)
     return {"suite": args.suite, "machine": machine, "rows": rows, "peak_of_2t_over_t": growth, "cells": full}
+
+
+def check_memory(cell: Cell) -> None:
+    """ValueError where the implementation that takes most of what a CPU has cannot run; a GPU says so by itself."""
+    with torch.device("meta"):
+        draft = DRAFTS[cell.draft](make_config(cell.draft, cell.size))
+    frozen = draft.model.embed_tokens.weight.numel()
+    trained = sum(p.numel() for p in draft.parameters()) - frozen
+    parts = step_memory(draft.config, trained, frozen, cell.slots, cell.share, 4, "dense", STEPS)
+    needed, there = sum(parts.values()), memory_of(cell.device)
+    if cell.device == "cpu" and needed > there:
+        raise ValueError(
+            f"{cell}: the baseline needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer "
+            "--row-tokens or another --size"
+        )
 
 
 def train_cells(args) -> list[Cell]:
@@ -609,7 +633,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--share", nargs="+", type=float, help="supervised shares, default 0.25 1")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="a JSON file for the full numbers")
+    parser.add_argument("--out", type=as_path, help="a JSON file for the full numbers")
     bench_decode.add_flags(parser)
     args = parser.parse_args(argv)
     on_cpu = "default" if args.suite == "decode" and not args.run else "off"  # a chain compiles in a minute
@@ -618,36 +642,58 @@ def parse(argv=None) -> argparse.Namespace:
         parser.error("--device cuda: this PyTorch sees no GPU; leave it out to measure on the CPU")
     if args.suite == "h200" and args.device != "cuda":
         parser.error("--suite h200 measures on a GPU: add --device cuda, or take --suite shapes for the formulas")
-    if args.out and not args.out.absolute().parent.is_dir():
-        parser.error(f"--out {args.out}: there is no such folder")
-    least = [
-        ("row-tokens", min(args.row_tokens or [64]), 64),
-        ("chunk", args.chunk or 1, 1),
-        ("rounds", args.rounds, 1),
-        ("threads", args.threads, 1),
-        *bench_decode.least(args),
+    bounds = [
+        ("row-tokens", args.row_tokens or [64], 64, 1 << 20),
+        ("chunk", [args.chunk or 1], 1, 1 << 20),
+        ("rounds", [args.rounds], 1, 10_000),
+        ("threads", [args.threads], 1, 1024),
+        *bench_decode.bounds(args),
     ]
-    for name, value, low in least:
-        if not value >= low:  # a NaN, too
-            parser.error(f"--{name} is {value}; it must be at least {low}")
+    for name, values, low, high in bounds:
+        for value in values:
+            if not low <= value <= high:  # a NaN, too
+                parser.error(
+                    f"--{name} is {value}; it must be at {f'most {high:,}' if value > high else f'least {low}'}"
+                )
     if not all(0 < share <= 1 for share in args.share or []):
         parser.error(f"--share is {args.share}; a share lies above 0 and is at most 1")
     if not 0 < args.top_p <= 1:
         parser.error(f"--top-p is {args.top_p}; it lies above 0 and is at most 1")
+    if args.out and (complaint := unwritable(args.out)):
+        parser.error(f"--out {args.out}: {complaint}")
     return args
 
 
+def unwritable(out: Path) -> str | None:
+    """Why the numbers, measured first, could not be written there."""
+    if out.is_dir() or os.path.lexists(out):
+        return "is a folder; name a file in it" if out.is_dir() else "exists already, nothing is overwritten"
+    if not out.absolute().parent.is_dir():
+        return "there is no such folder"
+    try:
+        with tempfile.TemporaryFile(dir=out.absolute().parent) as file:
+            file.write(bytes(RESULT_BYTES))
+            file.flush()
+    except OSError as error:
+        return f"nothing can be written there ({error.strerror})"
+
+
 def main(argv=None) -> None:
+    handle_signals(interrupt)
     args = parse(argv)
     transformers_logging.disable_progress_bar()
     try:
         result = SUITES[args.suite](args)
     except Disagreement as error:
         sys.exit(str(error))  # exit code 1
+    print(json.dumps({key: value for key, value in result.items() if key != "cells"}), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "cells"}))
+        replace_with(args.out, lambda half: half.write_text(json.dumps(result, indent=1) + "\n"))
+
+
+def cli(argv=None) -> int:
+    return ending("bench.py", main, argv, "")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(cli())

@@ -21,19 +21,19 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from conversations import answered
-from costs import clock
+from costs import clock, memory_of
 from data import python_documents
 from decode import Accepted, Drafter, by_bucket, by_depth, choose_verifier, distribution, pick, speculative, streams
 from draft_deepseek import upcast
 from drafts import load_draft
-from files import naming
+from files import check_regular, naming
+from settings import as_path, as_text, read_settings
 from sources import TINY
 from target import Target, load_target, tiny_target
 
@@ -45,30 +45,31 @@ def add_flags(parser) -> None:
         "--context", nargs="+", type=int, default=[4096], help="slots of the draft's cache, default 4096"
     )
     group.add_argument("--batch", type=int, default=1, help="rows that draft at once, default 1")
-    group.add_argument("--run", type=Path, help="a run, or an exported draft: decode with it")
-    group.add_argument("--model", help="its target's directory; default: the run's own")
-    group.add_argument("--prompts", type=Path, help="a JSON list of token-id lists; default: held-out documents")
+    group.add_argument("--run", type=as_path, help="a run, or an exported draft: decode with it")
+    group.add_argument("--model", type=as_text, help="its target's directory; default: the run's own")
+    group.add_argument("--prompts", type=as_path, help="a JSON list of token-id lists; default: held-out documents")
     group.add_argument("--prompt-count", type=int, default=6, help="held-out documents, default 6")
     group.add_argument("--new-tokens", type=int, default=64, help="of every prompt, default 64")
     group.add_argument("--temperature", type=float, default=0.0, help="above 0: sample as well")
     group.add_argument("--top-p", type=float, default=1.0)
 
 
-def least(args) -> list[tuple[str, float, float]]:
-    """(flag, its value, the least it may be)"""
-    limits = [("k", min(args.k), 1), ("context", min(args.context), 2 * max(args.k) + 1), ("batch", args.batch, 1)]
-    limits += [("prompt-count", args.prompt_count, 1), ("new-tokens", args.new_tokens, 2)]
-    return [*limits, ("temperature", args.temperature, 0)]
+def bounds(args) -> list[tuple[str, list, float, float]]:
+    """(flag, its values, the least and the most that they may be)"""
+    return [
+        ("k", args.k, 1, 64),
+        ("context", args.context, 2 * max(args.k) + 1, 1 << 20),
+        ("batch", [args.batch], 1, 4096),
+        ("prompt-count", [args.prompt_count], 1, 10_000),
+        ("new-tokens", [args.new_tokens], 2, 1 << 16),
+        ("temperature", [args.temperature], 0, 100),
+    ]
 
 
 def suite(args, make_drafts: Callable[[], dict[str, nn.Module]], print_table: Callable) -> dict:
-    """Chains of the given drafts (by name), or the decoding of `--run`. Bad values end it in one line, exit code 2."""
+    """Chains of the given drafts (by name), or the decoding of `--run`. ValueError: a value that cannot be used."""
     torch.set_num_threads(args.threads)
-    try:
-        rows, head, full = decode_run(args) if args.run else time_chains(args, make_drafts())
-    except (ValueError, OSError) as error:
-        print(f"bench.py: error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
+    rows, head, full = decode_run(args) if args.run else time_chains(args, make_drafts())
     print_table(tuple(head), [tuple(form(row) for form in head.values()) for row in rows])
     return {"suite": "decode", "machine": machine(args), "rows": rows, "cells": full}
 
@@ -109,6 +110,7 @@ def time_chains(args, drafts: dict[str, nn.Module]) -> tuple[list[dict], dict, l
     print(f"chains by {str(dtype).removeprefix('torch.')}, reading memory at {bandwidth / 1e9:,.1f} GB/s", flush=True)
     for name, draft in drafts.items():
         draft = draft.to(dtype).requires_grad_(False)
+        check_memory(args, draft)
         for k in args.k:
             for context in args.context:
                 torch._dynamo.reset()  # or it counts every shape against its limit
@@ -121,6 +123,19 @@ def time_chains(args, drafts: dict[str, nn.Module]) -> tuple[list[dict], dict, l
                 rows += chain_rows(cell, draft, times, bandwidth)
                 full.append(cell | {"times": times})
     return rows, CHAIN_TABLE, full
+
+
+def check_memory(args, draft: nn.Module) -> None:
+    """ValueError where the caches and the text that fills them cannot fit, even into all the memory of the device."""
+    cfg, size = draft.config, draft.lm_head.weight.element_size()
+    caches = len(kinds(args)) * cfg.num_attention_heads * (cfg.qk_head_dim + cfg.v_head_dim) / 2  # every other is small
+    text = cfg.num_aux_hidden_states * cfg.target_hidden_size
+    needed, there = args.batch * max(args.context) * (caches + text) * size, memory_of(args.device)
+    if needed > there:
+        raise ValueError(
+            f"--batch {args.batch} rows of --context {max(args.context)} need about {needed / 1e9:,.0f} GB, "
+            f"{args.device} has {there / 1e9:,.0f}; take less of either"
+        )
 
 
 def kinds(args) -> dict[str, Callable]:
@@ -310,14 +325,14 @@ def open_run(args) -> tuple[nn.Module, Target]:
         raise ValueError(f"{directory} is not complete: --resume it, or --export one of its checkpoints")
     draft = load_draft(directory)
     ids, settings = draft.config.eagle_aux_hidden_state_layer_ids, directory.parent / "settings.json"
-    settings = json.loads(settings.read_text()) if settings.is_file() else {}
-    path = args.model or settings.get("model")
-    if path is None and "target" not in settings:
+    settings = read_settings(settings) if settings.is_file() else {}
+    model = args.model or settings.get("model")
+    if model is None and "target" not in settings:
         raise ValueError(f"{args.run} does not say what its target is; name the directory with --model")
-    if path is None:
+    if model is None:
         preset = TINY[settings["target"]]
-        path = tiny_target(preset, directory.parent.parent / f"tiny-{preset}")
-    target = load_target(path, ids and [j - 1 for j in ids], device=args.device)  # engines count layers by input
+        model = tiny_target(preset, directory.parent.parent / f"tiny-{preset}")
+    target = load_target(model, ids and [j - 1 for j in ids], device=args.device)  # engines count layers by input
     return draft.to(args.device, target.dtype).requires_grad_(False), target
 
 
@@ -325,6 +340,9 @@ def load_prompts(args, target: Target) -> list[Tensor]:
     if args.prompts is None:
         documents = answered(target.tokenizer, python_documents(held_out=True)[: args.prompt_count])
         return [d.tokens[: int(d.loss_mask.int().argmax())] for d in documents]
+    if not args.prompts.exists():
+        raise ValueError(f"--prompts {args.prompts} does not exist")
+    check_regular(args.prompts, "--prompts")
     with naming(args.prompts, "a JSON list of lists of token ids is wanted"):
         prompts = json.loads(args.prompts.read_text())
     good = isinstance(prompts, list) and prompts and all(isinstance(p, list) and p for p in prompts)

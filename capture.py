@@ -1,21 +1,26 @@
 """Capturing states: in a layout of our own, ahead of the training step, or as a running vLLM writes them."""
 
+import errno
+import fcntl
 import hashlib
+import http.client
 import json
 import os
 import queue
 import shutil
 import threading
 import time
+import urllib.parse
 import urllib.request
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from einops import rearrange
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -24,16 +29,17 @@ from captured import (
     CAPTURE_KEYS,
     CAPTURE_VERSION,
     being_written,
+    check_states,
     check_tokens,
     head_sample,
-    is_finite,
     layer_file_length,
     read_index,
     read_layers,
     token_key,
 )
-from data import Document
+from data import Document, Skipped
 from files import Damaged, naming, read_json, replace_with
+from stored import open_regular
 from target import Target
 
 # ------------------------------------------------------------------------------------------------------------- writing
@@ -49,14 +55,24 @@ def write_capture(out, target: Target, documents: list[Document], dtype=torch.bf
     whole. Interrupted or not, the bytes are the same.
     ValueError: the disk is too small (before anything is written), `out` holds anything but the same capture.
     """
-    out = Path(out)
-    done = check_out(out, meta := describe(target, documents, dtype, note))
+    out, meta = Path(out), describe(target, documents, dtype, note)
     lengths = [len(d.tokens) for d in documents]
-    check_space(out, lengths, done, bytes_per_token(target.hidden_size, dtype))
+    check_space(out, lengths, check_out(out, meta)[0], bytes_per_token(target.hidden_size, dtype))
     out.mkdir(parents=True, exist_ok=True)
-    replace_with(out / "capture.json", lambda half: half.write_text(json.dumps(meta, indent=1) + "\n"))
-    (out / "hidden_states").mkdir(exist_ok=True)
-    with (out / "index.jsonl").open("a") as index, tqdm(total=sum(lengths), desc="capturing", unit="token") as bar:
+    with opened_alone(out / "index.jsonl") as index:
+        done, used = check_out(out, meta)  # as it is now that nobody else writes
+        index.truncate(used)
+        for half in (*out.glob("*capture.json*.part"), *out.glob("hidden_states/*hs_*.part")):
+            half.unlink()  # of a killed call
+        with writing(out / "capture.json"):
+            replace_with(out / "capture.json", lambda half: half.write_text(json.dumps(meta, indent=1) + "\n"))
+        (out / "hidden_states").mkdir(exist_ok=True)
+        capture_rest(out, target, documents, dtype, index, done)
+
+
+def capture_rest(out: Path, target: Target, documents: list[Document], dtype, index, done: int) -> None:
+    lengths = [len(d.tokens) for d in documents]
+    with tqdm(total=sum(lengths), desc="capturing", unit="token") as bar:
         bar.update(sum(lengths[:done]))
         for chunk in chunks(lengths):
             if chunk[-1] < done:
@@ -73,10 +89,44 @@ def write_document(out: Path, index, name: str, document: Document, states, dtyp
     features, last = (x.to("cpu", dtype) for x in states)
     hidden = torch.cat([rearrange(features, "s (l h) -> s l h", l=3), last[:, None]], dim=1)
     tensors = {"hidden_states": hidden, "token_ids": document.tokens.cpu()}
-    replace_with(out / name, lambda half: save_file(tensors, half, metadata={"last_hidden": "after_norm"}))
+    with writing(out / name):
+        replace_with(out / name, lambda half: save_file(tensors, half, metadata={"last_hidden": "after_norm"}))
     row = {"file": name, "input_ids": document.tokens.tolist(), "loss_mask": document.loss_mask.int().tolist()}
-    index.write(json.dumps(row) + "\n")
-    index.flush()
+    append(index, row)
+
+
+@contextmanager
+def opened_alone(path: Path) -> Iterator[BinaryIO]:
+    """`path` to append to, unbuffered, which no other process has open so. ValueError: one has, or it is no file."""
+    if path.exists() and not path.is_file():  # a FIFO would wait for its reader
+        raise ValueError(f"{path} is no regular file; remove it")
+    with open(path, "ab", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process writes into {path.parent}; wait for it, or name another") from None
+        yield file
+
+
+def append(file: BinaryIO, row) -> None:
+    """A line of JSON behind the others, at once."""
+    line = (json.dumps(row) + "\n").encode()
+    with writing(Path(file.name)):
+        while line:
+            line = line[file.write(line) :]
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """A full or failing disk is an OSError that names a file."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(errno.EIO, " ".join(str(error).split()), str(path)) from error
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def describe(target: Target, documents: list[Document], dtype, note: str) -> dict:
@@ -106,22 +156,28 @@ def describe(target: Target, documents: list[Document], dtype, note: str) -> dic
     }
 
 
-def check_out(out: Path, meta: dict) -> int:
-    """How many documents of this very capture `out` holds already, cutting off what an interruption left half done."""
-    if not out.exists() or all(x.suffix == ".part" for x in out.iterdir()):
-        return 0
+def check_out(out: Path, meta: dict) -> tuple[int, int]:
+    """How many documents of this very capture `out` holds already, and the bytes of their lines in its index: behind
+    them stands what an interruption left half done."""
+    index = out / "index.jsonl"
     if not (out / "capture.json").is_file():
-        raise ValueError(f"{out} exists and holds no capture; name another directory, or remove it")
+        if out.exists() and any(not is_beginning(x) for x in out.iterdir()):
+            raise ValueError(f"{out} exists and holds no capture; name another directory, or remove it")
+        return 0, 0
     held = read_json(out / "capture.json", CAPTURE_KEYS)
     if other := [key for key in meta if key != "note" and held.get(key) != meta[key]]:
-        said = ", ".join(f"{key} {held.get(key)!r}, not {meta[key]!r}" for key in other)
+        said = ", ".join(f"{key} {held.get(key)!r}, not {meta[key]!r}"[:200] for key in other)
         raise ValueError(f"{out} holds another capture ({said}); name another directory, or remove it")
-    index = out / "index.jsonl"
-    if not index.exists():
-        return 0
-    rows, used = read_index(index)
-    os.truncate(index, used)
-    return len(rows)
+    rows, used = read_index(index, ("file", "input_ids", "loss_mask")) if index.exists() else ([], 0)
+    for i, row in enumerate(rows):
+        if i >= meta["documents"] or row["file"] != f"hidden_states/hs_{i}.safetensors":
+            raise ValueError(f"line {i + 1} of {index} lists {row['file']!r}, which is not its place; remove {out}")
+    return len(rows), used
+
+
+def is_beginning(path: Path) -> bool:
+    """What a call that was killed at once leaves."""
+    return path.name == "index.jsonl" and path.stat().st_size == 0 or path.match("*capture.json*.part")
 
 
 def check_space(out: Path, lengths: list[int], done: int, per_token: int) -> None:
@@ -168,45 +224,102 @@ def send(url: str, out, documents: list[Document]) -> None:
     out, lines = Path(out), []
     for d in documents:
         lines.append(json.dumps({"input_ids": d.tokens.tolist(), "loss_mask": d.loss_mask.int().tolist()}) + "\n")
+    model = served_model(url)
     out.mkdir(parents=True, exist_ok=True)
-    index, count = out / "index.jsonl", out / "sent"
-    if index.exists() and index.read_text() != "".join(lines):
-        raise ValueError(f"{index} lists other documents; name another directory, or remove it")
-    replace_with(index, lambda half: half.write_text("".join(lines)))
-    begin = int(count.read_text()) if count.exists() else 0
-    model = ask(f"{url}/v1/models")["data"][0]["id"]
-
-    def complete(document: Document) -> None:
-        while (out / "PAUSE").exists():
-            time.sleep(1.0)
-        asked = {"model": model, "prompt": document.tokens.tolist(), "max_tokens": 1}
-        answer = ask(f"{url}/v1/completions", asked)
-        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-        for _ in range(1200):  # vLLM answers before it has written; what is counted as sent lies whole on the disk
-            if path is None or not being_written(Path(path)):
-                return
-            time.sleep(0.05)
-        raise ValueError(f"vLLM does not finish {path}; is its disk full?")
-
-    with ThreadPoolExecutor(AT_ONCE) as pool, tqdm(total=len(documents), initial=begin, desc="sent", unit="doc") as bar:
-        for first in range(begin, len(documents), 16 * AT_ONCE):
-            some = documents[first : first + 16 * AT_ONCE]
-            for _ in pool.map(complete, some):
-                bar.update()
-            done = str(first + len(some))
-            replace_with(count, lambda half, done=done: half.write_text(done))
+    with opened_alone(out / "sent") as count:
+        check_listed(out / "index.jsonl", "".join(lines).encode())
+        begin = sent_before(out / "sent", len(documents))
+        with ThreadPoolExecutor(AT_ONCE) as pool, tqdm(total=len(documents), initial=begin, desc="sent") as bar:
+            for first in range(begin, len(documents), 16 * AT_ONCE):
+                some = documents[first : first + 16 * AT_ONCE]
+                for _ in pool.map(lambda document: complete(url, model, out, document), some):
+                    bar.update()
+                append(count, first + len(some))
     (out / "STOP").touch()
+
+
+def check_listed(index: Path, text: bytes) -> None:
+    """Writes the index, unless it is there already. ValueError: with other documents."""
+    if not index.exists():
+        with writing(index):
+            return replace_with(index, lambda half: half.write_bytes(text))
+    with naming(index, "name another directory, or remove it"), open_regular(index) as file:
+        if os.fstat(file.fileno()).st_size != len(text) or file.read() != text:
+            raise ValueError("it lists other documents")
+
+
+def sent_before(path: Path, documents: int) -> int:
+    """How many were sent, by the last whole line."""
+    with naming(path, "remove it, and all are sent again"), open_regular(path) as file:
+        lines = [line for line in file.read(1 << 20).splitlines(keepends=True) if line.endswith(b"\n")]
+        begin = int(lines[-1]) if lines else 0
+        if not 0 <= begin <= documents:
+            raise ValueError(f"it says that {begin} of {documents} documents were sent")
+        return begin
+
+
+def complete(url: str, model: str, out: Path, document: Document) -> None:
+    """One request; returns when vLLM has written its file. That comes after its answer, and what is counted as sent
+    lies whole on the disk."""
+    while (out / "PAUSE").exists():
+        time.sleep(1.0)
+    place = f"{url}/v1/completions"
+    answer = ask(place, {"model": model, "prompt": document.tokens.tolist(), "max_tokens": 1})
+    with answering(place):
+        path = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if not isinstance(path, str | None):
+            raise TypeError(f"hidden_states_path is {path!r}")
+    for _ in range(1200):
+        if path is None or not being_written(Path(path)):
+            return
+        time.sleep(0.05)
+    raise ValueError(f"vLLM does not finish {path}; is its disk full?")
+
+
+def served_model(url: str) -> str:
+    check_url(url)
+    answer = ask(place := f"{url}/v1/models")
+    with answering(place):
+        if not isinstance(name := answer["data"][0]["id"], str):
+            raise TypeError(f"the model's id is {name!r}")
+        return name
+
+
+def check_url(url: str) -> None:
+    with suppress(ValueError):  # of a port or an address that cannot be
+        parts = urllib.parse.urlsplit(url)
+        written = url.isprintable() and " " not in url
+        if written and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return
+    raise ValueError(f"--send is given {url!r}; the address of a running vLLM is wanted, as in http://localhost:8000")
+
+
+ANSWER = 64 << 20  # bytes of an answer that are read
+WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
 
 
 def ask(url: str, body: dict | None = None) -> dict:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    try:
+    with answering(url):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=600) as answer:
-            return json.load(answer)
-    except (OSError, ValueError) as error:  # an HTTPError is an OSError
+            text = answer.read(ANSWER + 1)
+        if len(text) > ANSWER:
+            raise ValueError(f"an answer of more than {ANSWER:,} bytes")
+        if not isinstance(said := json.loads(text), dict):
+            raise TypeError(f"the answer is a {type(said).__name__}")
+        return said
+
+
+@contextmanager
+def answering(url: str) -> Iterator[None]:
+    """Whatever is wrong with a server's answer is a ValueError that names the address, in one line."""
+    try:
+        yield
+    except WRONG as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ValueError(
-            f"{url} does not answer as vLLM does ({error}); is the server up, does it fit the text?"
+            f"{url} does not answer as vLLM does ({reason}); is the server up, does it fit the text?"
         ) from error
 
 
@@ -254,7 +367,7 @@ def prefetched(iterable: Iterable, depth: int = 2) -> Iterator:
         thread.join()
 
 
-UNKNOWN = 10  # files whose text is not known, before a stream is given up that brought no other
+UNUSED = 10  # files that are damaged or whose text is not known, before a stream is given up that brought no other
 
 
 class Follower:
@@ -263,9 +376,9 @@ class Follower:
 
     Takes files that no writer holds locked and that read whole. One that stays damaged and unchanged for `patience`
     looks is renamed .bad, one whose tokens have no mask in `masks` (`masks_of` the conversations sent) .unknown; both
-    are counted in `skipped`. ValueError when the first ones are all unknown. Ends once the file `stop_name` exists and
-    none of its files is left; ranks share the files by name. Above `max_bytes` in all rank 0 says so once and makes a
-    file PAUSE, which whoever sends requests must heed, and removes it below half.
+    are counted and named in `skipped`. ValueError when the first ones all were. Ends once the file `stop_name` exists
+    and none of its files is left; ranks share the files by name. Above `max_bytes` in all rank 0 says so once and makes
+    a file PAUSE, which whoever sends requests must heed, and removes it below half.
     """
 
     def __init__(
@@ -286,8 +399,8 @@ class Follower:
             raise ValueError(f"{directory} is no directory; make it before vLLM writes there")
         self.stop_name, self.poll_s, self.rank, self.world = stop_name, poll_s, rank, world
         self.max_bytes, self.patience = max_bytes, patience
-        self.skipped, self.damaged = Counter(), {}  # path: (looks, time and size it had)
-        self.taken, self.waiting, self.known = set(), [], 0
+        self.skipped, self.damaged = Skipped(), {}  # path: (looks, time and size it had)
+        self.taken, self.waiting = set(), []
         self.warned, self.stopped = False, threading.Event()
 
     def __iter__(self) -> "Follower":
@@ -351,36 +464,40 @@ class Follower:
                 features, last, tokens = read_layers(path)
                 check_tokens(tokens, self.ends.vocab_size)
                 last = self.ends.norm(last)
-                if not (is_finite(features) and is_finite(last)):
-                    raise ValueError("its states hold NaN or Inf")
-        except Damaged:
-            self.doubt(path)
+                check_states(features, last)
+        except Damaged as error:
+            self.doubt(path, error)
             return None
         self.damaged.pop(path, None)
         mask = self.masks.get(token_key(tokens))
         if mask is None:
-            path.rename(f"{path}.unknown")
-            self.skipped["unknown"] += 1
-            if self.skipped["unknown"] == UNKNOWN and not self.known:
-                raise ValueError(
-                    f"none of the first {UNKNOWN} files in {self.directory} holds a conversation of --data (they are "
-                    "kept as .unknown); were others sent, or with another template or --row-tokens?"
-                )
+            self.set_aside(path, "unknown", path.name)
             return None
-        self.known += 1
+        self.skipped.kept += 1
         self.taken.add(path)
         return Document(tokens, torch.as_tensor(mask).bool(), str(path)), features, last
 
-    def doubt(self, path: Path) -> None:
+    def set_aside(self, path: Path, reason: str, name: str) -> None:
+        suffix = {"damaged": "bad"}.get(reason, reason)
+        path.rename(f"{path}.{suffix}")
+        self.skipped.add(reason, [name])
+        if self.skipped.total() == UNUSED and not self.skipped.kept:
+            said = "; ".join(line.strip() for line in self.skipped.lines())
+            raise ValueError(
+                f"none of the first {UNUSED} files in {self.directory} is a whole one with a conversation of --data "
+                f"({said}; they are kept as .bad or .unknown); were others sent, or with another template or "
+                "--row-tokens?"
+            )
+
+    def doubt(self, path: Path, error: Damaged) -> None:
         with suppress(FileNotFoundError):
             stat = path.stat()
             stamp = stat.st_mtime_ns, stat.st_size
             looks, before = self.damaged.get(path, (0, stamp))
             self.damaged[path] = (looks + 1 if stamp == before else 1, stamp)
             if self.damaged[path][0] >= self.patience:
-                path.rename(f"{path}.bad")
-                self.skipped["damaged"] += 1
                 del self.damaged[path]
+                self.set_aside(path, "damaged", str(error).rpartition("; ")[0])
 
     def remove(self, path: Path) -> None:
         path.unlink(missing_ok=True)

@@ -11,13 +11,10 @@ Layers are named by output, as in target.py: j is the residual stream behind 0-b
 """
 
 import fcntl
-import gzip
 import hashlib
-import io
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,11 +25,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from einops import rearrange
-from safetensors import safe_open
 from torch import Tensor, nn
 
-from data import Document, check_draft_ids
-from files import Damaged, naming, read_json, shapes_in
+from data import Document, Skipped, check_draft_ids, listed
+from files import Damaged, naming, read_json, replace_with
+from stored import Tensors, open_checkpoint, open_regular, open_safetensors
 from target import check_aux_layers
 
 CAPTURE_VERSION = 1  # of our own layout
@@ -72,7 +69,8 @@ class Captured:
     """Documents known up front, their states read when asked for.
 
     `kind`; `documents`, whose `source` is where their states lie; `aux_layers`; `width` W; `hidden_size`, `vocab_size`;
-    `draft_ids` [Vd], the draft vocabulary that a cache is bound to, or None; `skipped` counts what was left out.
+    `draft_ids` [Vd], the draft vocabulary that a cache is bound to, or None; `skipped` says what opening left out,
+    `unread` what could not be used when it was read.
     """
 
     kind = sign = ""
@@ -83,21 +81,20 @@ class Captured:
         if ends is None and self.needs_ends:
             raise ValueError(f"{directory} ({self.kind}) holds no output head; give the target's directory as well")
         self.directory, self.ends, self.masks, self.skip_damaged = directory, ends, masks, skip_damaged
-        self.skipped = Counter()
+        self.skipped, self.unread, self.damaged = Skipped(), Skipped(), set()
         if ends is not None:
             self.hidden_size = self.width = ends.hidden_size
             self.vocab_size = ends.vocab_size
         self.aux_layers = self.agreed_layers(aux_layers, self.declared_layers())
         self.documents = list(self.scan())
         if not self.documents:
-            raise ValueError(
-                f"{directory} ({self.kind}) has no document that can be used; skipped: {dict(self.skipped)}"
-            )
+            reasons = "; ".join(line.strip() for line in self.skipped.lines()) or "it is empty"
+            raise ValueError(f"{directory} ({self.kind}) has no document that can be used: {reasons}")
 
     @classmethod
     def mark(cls, directory: Path) -> str | None:
         """The name of what shows this kind in `directory`, if anything does."""
-        return next((x.relative_to(directory).as_posix() for x in directory.glob(cls.sign)), None)
+        return next((x.relative_to(directory).as_posix() for x in directory.glob(cls.sign) if x.is_file()), None)
 
     def declared_layers(self) -> list[int] | None:
         """The output ids that the capture says it holds; None where its format does not say."""
@@ -114,20 +111,23 @@ class Captured:
         return [self.read_or_skip(document) for document in documents]
 
     def read_or_skip(self, document: Document) -> tuple[Tensor, Tensor] | None:
-        path = self.directory / document.source
+        if document.source in self.damaged:
+            return None
         try:
-            with naming(path):
+            with naming(self.directory / document.source):
                 states = self.read(document)
-                if not all(is_finite(x) for x in states):
-                    raise ValueError("its states hold NaN or Inf")
-                return states
+                check_states(*states)
         except Damaged as error:
-            return self.skip_or_raise(error)
+            self.skip_or_raise(error, self.unread)
+            self.damaged.add(document.source)
+            return None
+        self.unread.kept += 1
+        return states
 
-    def skip_or_raise(self, error: Damaged, documents: int = 1) -> None:
+    def skip_or_raise(self, error: Damaged, skipped: Skipped, documents: int = 1) -> None:
         if not self.skip_damaged:
             raise error
-        self.skipped["damaged"] += documents
+        skipped.add("damaged", [str(error).rpartition("; ")[0]], documents)
 
     def head(self, last: Tensor) -> Tensor:
         """last [m,W] -> logits [m,V]"""
@@ -149,7 +149,8 @@ class Captured:
         return wanted
 
     def look_at(self, items: Iterable, look) -> Iterator[Document]:
-        """look(item) of all items by some threads, in order. It may return a reason to skip instead of a document."""
+        """look(item) of all items by some threads, in order. It may return a reason to skip, and the name of what is
+        skipped, instead of a document."""
 
         def attempt(item):
             try:
@@ -164,9 +165,9 @@ class Captured:
                     if isinstance(result, Document):
                         yield result
                     elif isinstance(result, Damaged):
-                        self.skip_or_raise(result)
+                        self.skip_or_raise(result, self.skipped)
                     else:
-                        self.skipped[result] += 1
+                        self.skipped.add(result[0], [result[1]])
 
 
 # ------------------------------------------------------------ one safetensors file a document: hidden_states, token_ids
@@ -176,24 +177,30 @@ class LayerFiles(Captured):
     """`hidden_states` [S,4,H], three auxiliary layers ascending and the last one, and `token_ids` [S]."""
 
     after_norm = False  # is the last layer's state normed already?
+    index_name = "index.jsonl"  # what lists ids and masks
 
     def read(self, document: Document) -> tuple[Tensor, Tensor]:
         features, last, tokens = read_layers(self.directory / document.source, len(document.tokens))
         if not torch.equal(tokens, document.tokens):
-            raise ValueError("its token_ids are not those of the conversation it is listed with")
+            raise ValueError(f"its token_ids are not those that {self.index_name} has for it")
         return features, last if self.after_norm else self.ends.norm(last)
 
-    def document(self, name: str, tokens, loss_mask) -> Document:
+    def document(self, name: str, tokens: np.ndarray, loss_mask: np.ndarray) -> Document:
         """What an index says of a file, once the file's header agrees."""
         path = self.directory / name
         with naming(path):
-            length = layer_file_length(path, self.hidden_size)
-            if not len(tokens) == len(loss_mask) == length:
-                raise ValueError(
-                    f"it has {length} tokens; listed are {len(tokens)} ids and {len(loss_mask)} mask entries"
-                )
-            tokens, loss_mask = torch.as_tensor(tokens, dtype=torch.long), torch.as_tensor(loss_mask).bool()
-            return Document(check_tokens(tokens, self.vocab_size), loss_mask, name)
+            if (length := layer_file_length(path, self.hidden_size)) != len(tokens):
+                raise ValueError(f"it has {length} tokens; {self.index_name} lists {len(tokens)}")
+            return Document(torch.from_numpy(tokens), torch.from_numpy(loss_mask), name)
+
+    def listed_document(self, row: tuple) -> Document:
+        """row: where an index says it, the file, ids and mask."""
+        where, name, *said = row
+        with naming(where, "write it anew, or skip what is damaged"):
+            if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+                raise ValueError(f"it names the file {name!r}; one within the folder is wanted")
+            tokens, loss_mask = listed(*said, self.vocab_size)
+        return self.document(name, tokens, loss_mask)
 
 
 class OwnCapture(LayerFiles):
@@ -202,31 +209,41 @@ class OwnCapture(LayerFiles):
     kind, sign = "our own capture", "capture.json"
 
     def declared_layers(self) -> list[int]:
-        self.meta = read_json(self.directory / "capture.json", CAPTURE_KEYS)
+        path = self.directory / self.sign
+        self.meta = read_json(path, CAPTURE_KEYS)
         if self.meta["version"] != CAPTURE_VERSION or self.meta["last_hidden"] not in ("after_norm", "before_norm"):
             said = {key: self.meta[key] for key in ("version", "last_hidden")}
-            raise ValueError(f"{self.directory}/capture.json says {said}; this reads version {CAPTURE_VERSION}")
+            raise ValueError(f"{path} says {said}; this reads version {CAPTURE_VERSION}")
         widths = {key: self.meta[key] for key in ("hidden_size", "vocab_size")}
         if widths != {"hidden_size": self.hidden_size, "vocab_size": self.vocab_size}:
             wanted = f"hidden size {self.hidden_size}, vocabulary {self.vocab_size}"
             raise ValueError(
                 f"{self.directory} was captured from a target of {widths}, not of {wanted}; give its target"
             )
-        held, head = (torch.tensor(x) for x in (self.meta["head"], head_sample(self.ends.lm_head)))
-        if not torch.allclose(held, head, rtol=0.02, atol=1e-4):  # either may have been rounded to bf16
+        with naming(path, "copy it again, or capture again"):
+            check_whole(self.meta, "documents")
+            check_layers(self.meta["aux_layers"])
+            held, head = (torch.tensor(x) for x in (self.meta["head"], head_sample(self.ends.lm_head)))
+            same = torch.allclose(held, head, rtol=0.02, atol=1e-4)  # either may have been rounded to bf16
+        if not same:
             raise ValueError(f"{self.directory} was captured from a target with another output head; give its target")
         self.after_norm = self.meta["last_hidden"] == "after_norm"
         return self.meta["aux_layers"]
 
     def scan(self) -> Iterator[Document]:
-        rows = read_index(self.directory / "index.jsonl")[0]
-        left = self.meta["documents"] - len(rows)
-        if left and not self.skip_damaged:
+        path, keys = self.directory / self.index_name, ("file", "input_ids", "loss_mask")
+        rows, wanted = read_index(path, keys)[0], self.meta["documents"]
+        names = [str(row["file"]) for row in rows]
+        if len(rows) > wanted or len(set(names)) < len(names):
             raise ValueError(
-                f"{self.directory} lacks {left} of {self.meta['documents']} documents; capture on, or skip them"
+                f"{path} lists {len(rows)} documents in {len(set(names))} files, capture.json says {wanted}; copy both "
+                "again, or capture again"
             )
-        self.skipped["unfinished"] += left
-        yield from self.look_at(rows, lambda row: self.document(row["file"], row["input_ids"], row["loss_mask"]))
+        if (left := wanted - len(rows)) and not self.skip_damaged:
+            raise ValueError(f"{self.directory} lacks {left} of {wanted} documents; capture on, or skip them")
+        self.skipped.add("unfinished", n=left)
+        numbered = ((f"line {i} of {path}", *(row[key] for key in keys)) for i, row in enumerate(rows, start=1))
+        yield from self.look_at(numbered, self.listed_document)
 
 
 class SpeculatorsFiles(LayerFiles):
@@ -243,31 +260,33 @@ class SpeculatorsFiles(LayerFiles):
 
     def scan(self) -> Iterator[Document]:
         if any(self.directory.glob("*.arrow")):
+            self.index_name = "its Arrow dataset"
             rows = enumerate(arrow_rows(self.directory))
-            yield from self.look_at(
-                rows, lambda pair: self.document(f"hidden_states/hs_{pair[0]}.safetensors", *pair[1])
-            )
+            where = f"{self.directory}, its Arrow dataset, row"
+            named = ((f"{where} {i}", f"hidden_states/hs_{i}.safetensors", *row) for i, row in rows)
+            yield from self.look_at(named, self.listed_document)
             return
         masks = self.masks
-        if masks is None and (self.directory / "index.jsonl").is_file():
-            masks = read_masks(self.directory / "index.jsonl")
+        if masks is None and (self.directory / self.index_name).is_file():
+            masks = read_masks(self.directory / self.index_name, self.skipped if self.skip_damaged else None)
         if masks is None:
             raise ValueError(
                 f"{self.directory} holds no loss masks: put an index.jsonl beside the states, one line a conversation "
                 "with input_ids and loss_mask, or give the conversations they were captured from"
             )
-        paths = sorted((x for x in self.directory.glob(self.sign) if x.is_file()), key=numbers_in)
+        paths = sorted(self.directory.glob(self.sign), key=numbers_in)
         yield from self.look_at(paths, partial(self.masked, masks))
 
-    def masked(self, masks: dict, path: Path) -> Document | str:
+    def masked(self, masks: dict, path: Path) -> Document | tuple[str, str]:
+        name = path.relative_to(self.directory).as_posix()
         if being_written(path):
-            return "unfinished"
+            return "unfinished", name
         with naming(path):
             layer_file_length(path, self.hidden_size)
-            with safe_open(path, "pt") as file:
-                tokens = file.get_tensor("token_ids")
+            with open_safetensors(path) as file:
+                tokens = check_tokens(file.read("token_ids").long(), self.vocab_size)
         mask = masks.get(token_key(tokens))
-        return "no mask" if mask is None else self.document(path.relative_to(self.directory).as_posix(), tokens, mask)
+        return ("no mask", name) if mask is None else self.document(name, tokens.numpy(), np.asarray(mask, bool))
 
 
 class ConnectorFiles(SpeculatorsFiles):
@@ -282,12 +301,10 @@ class ConnectorFiles(SpeculatorsFiles):
 
 
 def layer_file_length(path: Path, hidden: int) -> int:
-    """S, from the header alone; ValueError: other tensors or shapes."""
-    with safe_open(path, "pt") as file:
-        held = shapes_in(file)
-    if missing := {"hidden_states", "token_ids"} - held.keys():
-        raise ValueError(f"it lacks {sorted(missing)} and holds {sorted(held)}")
-    states, tokens = held["hidden_states"], held["token_ids"]
+    """S, from the header alone; ValueError: other tensors, types or shapes."""
+    with open_safetensors(path) as file:
+        check_types(file, states=["hidden_states"], whole=["token_ids"])
+        states, tokens = (file.shapes[name] for name in ("hidden_states", "token_ids"))
     if len(states) != 3 or states[1:] != [4, hidden]:
         raise ValueError(f"hidden_states are {states}; wanted is [S, 4 layers, hidden size {hidden}]")
     if tokens != states[:1] or not tokens[0]:
@@ -296,22 +313,55 @@ def layer_file_length(path: Path, hidden: int) -> int:
 
 
 def read_layers(path: Path, length: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """features [S,3H], last [S,H] as stored and tokens [S], the first `length` of them."""
-    with safe_open(path, "pt") as file:  # memory-mapped: what is not asked for is not read
-        states, tokens = (file.get_slice(name)[:length] for name in ("hidden_states", "token_ids"))
+    """features [S,3H], last [S,H] as stored and tokens [S], the first `length` of them; both states are views of one
+    tensor."""
+    with open_safetensors(path) as file:
+        states, tokens = (file.read(name, slice(length)) for name in ("hidden_states", "token_ids"))
     return rearrange(states[:, :3], "s l h -> s (l h)"), states[:, 3], tokens.long()
+
+
+def check_types(file: Tensors, states: list[str], whole: list[str]) -> None:
+    """ValueError: tensors that are missing, states that are no floating-point numbers, ids and masks that are."""
+    if missing := [name for name in (*states, *whole) if name not in file.held]:
+        raise ValueError(f"it lacks {missing} and holds {sorted(file.held)}")
+    for name in (*states, *whole):
+        dtype = file.held[name].dtype
+        if dtype.is_complex or dtype.is_floating_point != (name in states) or name in states and dtype.itemsize < 2:
+            wanted = "floating-point numbers of 2 bytes or more are" if name in states else "whole numbers are"
+            raise ValueError(f"its {name} are {str(dtype).removeprefix('torch.')}; {wanted} wanted")
+
+
+def check_states(features: Tensor, last: Tensor) -> None:
+    if not (is_finite(features) and is_finite(last)):
+        raise ValueError("its states hold NaN or Inf")
+
+
+def check_whole(values: dict, *keys: str) -> None:
+    """ValueError: what is counted there is no positive whole number, or one that nothing has."""
+    good = (type(values[key]) is int and 0 < values[key] < 1 << 48 for key in keys)
+    if bad := [f"{key} {values[key]!r}"[:60] for key, fits in zip(keys, good, strict=True) if not fits]:
+        raise ValueError(f"it says {', '.join(bad)}; positive whole numbers are wanted")
+
+
+def check_layers(layers) -> None:
+    good = isinstance(layers, list) and all(type(j) is int and 0 <= j < 1 << 20 for j in layers)
+    if not good or not len(layers) == len(set(layers)) == 3:
+        raise ValueError(f"its auxiliary layers are {str(layers)[:60]}; three different output ids are wanted")
 
 
 def being_written(path: Path) -> bool:
     """Does a writer hold path.lock? vLLM leaves that file behind and holds a lock on it (flock) while it writes."""
     try:
-        with open(f"{path}.lock") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+        lock = os.open(f"{path}.lock", os.O_RDONLY | os.O_NONBLOCK)  # a FIFO would wait for its writer
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
-    return False
+    finally:
+        os.close(lock)
 
 
 def is_finite(x: Tensor) -> bool:
@@ -329,14 +379,21 @@ def masks_of(documents: Iterable[Document]) -> dict[str, Tensor]:
     return {token_key(document.tokens): document.loss_mask for document in documents}
 
 
-def read_masks(path) -> dict[str, list[int]]:
-    """The same out of a .jsonl file whose lines hold `input_ids` and `loss_mask`; ValueError: of different length."""
+def read_masks(path, skipped: Skipped | None = None) -> dict[str, np.ndarray]:
+    """The same out of a .jsonl file whose lines hold `input_ids` and `loss_mask`. ValueError: a line that does not, or
+    the same ids with two masks; with `skipped` such lines are left out and named there."""
     masks = {}
     for number, row in enumerate(read_index(Path(path), ("input_ids", "loss_mask"))[0], start=1):
-        if len(row["input_ids"]) != len(row["loss_mask"]):
-            sizes = f"{len(row['input_ids'])} input_ids and {len(row['loss_mask'])} loss_mask entries"
-            raise ValueError(f"line {number} of {path} has {sizes}; one a token is wanted")
-        masks[token_key(row["input_ids"])] = row["loss_mask"]
+        try:
+            with naming(f"line {number} of {path}", "write it anew, or skip what is damaged"):
+                tokens, mask = listed(row["input_ids"], row["loss_mask"])
+                before = masks.setdefault(token_key(tokens), mask)
+                if not np.array_equal(before, mask):
+                    raise ValueError("another line gives the same input_ids another loss_mask")
+        except Damaged as error:
+            if skipped is None:
+                raise
+            skipped.add("damaged", [str(error).rpartition("; ")[0]])
     return masks
 
 
@@ -348,24 +405,37 @@ def arrow_rows(directory: Path) -> list[tuple[list, list]]:
             f"{directory} keeps its loss masks in an Arrow dataset, which the package `datasets` reads; install it, or "
             "put an index.jsonl with input_ids and loss_mask in place of the .arrow files"
         ) from None
-    with naming(directory):
-        table = load_from_disk(str(directory)).with_format(None)
+    for path in (*directory.glob("*.arrow"), *directory.glob("*.json")):
+        with naming(path, "copy it again"):
+            open_regular(path).close()
+    with naming(directory, "copy its Arrow dataset again"):
+        table = load_from_disk(str(directory), keep_in_memory=True).with_format(None)  # read, not mapped
         return list(zip(table["input_ids"], table["loss_mask"], strict=True))
 
 
-def read_index(path: Path, keys=("file", "input_ids", "loss_mask")) -> tuple[list[dict], int]:
+def read_index(path: Path, keys: tuple[str, ...]) -> tuple[list[dict], int]:
     """Rows of a .jsonl file and how many bytes they take; a torn last line is left out. ValueError: no such index."""
     rows, used = [], 0
-    with naming(path):
-        for line in path.read_bytes().splitlines(keepends=True):
+    with naming(path, "copy it again, or write it anew"), open_regular(path) as file:
+        for line in file:
             if not line.endswith(b"\n"):
                 break
-            row = json.loads(line)
+            row = read_row(line, f"line {len(rows) + 1}")
             if missing := [key for key in keys if key not in row]:
                 raise ValueError(f"line {len(rows) + 1} lacks {missing}")
             rows.append(row)
             used += len(line)
     return rows, used
+
+
+def read_row(line: bytes, where: str) -> dict:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{where} is no JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} is a {type(row).__name__}, not an object")
+    return row
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> Tensor:
@@ -391,59 +461,65 @@ class SpecForgeFiles(Captured):
     """
 
     kind, sign, index = "SpecForge", "rows_*/data_*.ckpt*", "specforge_index.jsonl"
+    names = ("input_ids", "loss_mask", "aux_hidden_state", "hidden_state")
 
     def scan(self) -> Iterator[Document]:
         paths = (x for x in self.directory.glob(self.sign) if x.name.endswith((".ckpt", ".ckpt.gz")))
-        known, before, seen = {}, {}, {}
-        with suppress(ValueError):  # made anew when it cannot be read
-            known = {row["file"]: row for row in read_index(self.directory / self.index)[0]}
-            before = dict(known)
+        known, seen = self.known(), {}
         for document in self.look_at(sorted(paths, key=numbers_in), partial(self.look, known)):
             seen[document.source] = known[document.source]
             yield document
-        half = self.directory / f".{self.index}-{os.getpid()}"
-        with suppress(OSError):  # a directory that cannot be written is only slower to open
-            if seen != before:
-                half.write_text("".join(json.dumps(row) + "\n" for row in seen.values()))
-                half.replace(self.directory / self.index)
+        if seen != self.known():
+            with suppress(OSError):  # a directory that cannot be written is only slower to open
+                text = "".join(json.dumps(row) + "\n" for row in seen.values())
+                replace_with(self.directory / self.index, lambda half: half.write_text(text))
+
+    def known(self) -> dict[str, dict]:
+        """Rows of the index by file; none where it cannot be read, it is made anew then."""
+        with suppress(ValueError):
+            rows = read_index(self.directory / self.index, ("file", "stamp", "input_ids", "loss_mask"))[0]
+            return {str(row["file"]): row for row in rows}
+        return {}
 
     def look(self, known: dict, path: Path) -> Document:
         with naming(path):
-            name, stat = path.relative_to(self.directory).as_posix(), path.stat()
-            stamp = [stat.st_size, stat.st_mtime_ns]
-            if name not in known or known[name].get("stamp") != stamp:
-                tokens, loss_mask, *_ = self.load(path)
-                row = {"input_ids": tokens.tolist(), "loss_mask": loss_mask.int().tolist()}
-                known[name] = {"file": name, "stamp": stamp} | row
-            tokens, loss_mask = (torch.tensor(known[name][key]) for key in ("input_ids", "loss_mask"))
-            return Document(check_tokens(tokens, self.vocab_size), loss_mask.bool(), name)
+            with open_regular(path) as file:
+                about = os.fstat(file.fileno())
+            name, stamp = path.relative_to(self.directory).as_posix(), [about.st_size, about.st_mtime_ns]
+            with suppress(KeyError, ValueError):  # what the index says cannot be, so the file is asked again
+                if known[name]["stamp"] == stamp:
+                    return self.listed_document(known[name])
+            with open_checkpoint(path, self.names) as file:
+                tokens, loss_mask = self.ids_and_mask(file)
+            row = {"input_ids": tokens.tolist(), "loss_mask": loss_mask.tolist()}
+            known[name] = {"file": name, "stamp": stamp} | row
+            return self.listed_document(known[name])
 
-    def load(self, path: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """tokens [S], loss_mask [S], features [S,3H], last [S,H]; ValueError: other keys or shapes."""
-        if path.suffix == ".gz":
-            with gzip.open(path) as file:
-                held = torch.load(io.BytesIO(file.read()), map_location="cpu", weights_only=True)
-        else:
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        names = ("input_ids", "loss_mask", "aux_hidden_state", "hidden_state")
-        if missing := [name for name in names if name not in held]:
-            raise ValueError(f"it lacks {missing} and holds {sorted(held)}")
-        tokens, loss_mask, features, last = (held[name] for name in names)
-        tokens, loss_mask = tokens.flatten().long(), loss_mask.flatten().bool()
+    def listed_document(self, row: dict) -> Document:
+        tokens, loss_mask = listed(row["input_ids"], row["loss_mask"], self.vocab_size)
+        return Document(torch.from_numpy(tokens), torch.from_numpy(loss_mask), row["file"])
+
+    def ids_and_mask(self, file: Tensors) -> tuple[Tensor, Tensor]:
+        """input_ids and loss_mask [S] as stored; ValueError: other types or shapes of what the file holds."""
+        check_types(file, states=["aux_hidden_state", "hidden_state"], whole=["input_ids", "loss_mask"])
+        tokens, loss_mask = (file.read(name).flatten() for name in ("input_ids", "loss_mask"))
         s, h = len(tokens), self.hidden_size
-        shapes = [tuple(x.shape) for x in (loss_mask, features, last)]
-        if shapes != [(s,), (1, s, 3 * h), (1, s, h)] or s == 0:
+        shapes = [[len(loss_mask)], *(file.shapes[name] for name in ("aux_hidden_state", "hidden_state"))]
+        if shapes != [[s], [1, s, 3 * h], [1, s, h]] or s == 0:
             raise ValueError(
                 f"loss_mask, aux_hidden_state, hidden_state are {shapes} for {s} tokens and hidden size {h}"
             )
-        return tokens, loss_mask, features[0], last[0]
+        return tokens, loss_mask
 
     def read(self, document: Document) -> tuple[Tensor, Tensor]:
-        tokens, _, features, last = self.load(self.directory / document.source)
         n = len(document.tokens)
-        if not torch.equal(tokens[:n], document.tokens):
-            raise ValueError("its input_ids are not those that it had when the directory was opened")
-        return features[:n], last[:n]
+        with open_checkpoint(self.directory / document.source, self.names) as file:
+            tokens, loss_mask = self.ids_and_mask(file)
+            if not (torch.equal(tokens[:n], document.tokens) and torch.equal(loss_mask[:n] > 0, document.loss_mask)):
+                raise ValueError(
+                    f"its input_ids and loss_mask are not those that {self.index} has; remove that if this is whole"
+                )
+            return tuple(file.read(name, 0, slice(n)) for name in self.names[2:])
 
 
 # ---------------------------------------------------------------------------------------------------- NeMo AutoModel
@@ -462,16 +538,21 @@ class AutoModelCache(Captured):
 
     kind, sign = "AutoModel", "manifest.json"
     needs_ends = False
-    keys = ("format_version", "target_vocab_size", "num_samples", "shard_size", "aux_hidden_dim", "aux_layer_ids")
+    keys = ("target_vocab_size", "num_samples", "shard_size", "aux_hidden_dim")
 
     def declared_layers(self) -> list[int]:
         path = self.directory / self.sign
-        meta = self.meta = read_json(path, (*self.keys, "selected_token_ids"))
+        meta = self.meta = read_json(path, (*self.keys, "format_version", "aux_layer_ids", "selected_token_ids"))
         if meta["format_version"] != 2:
             raise ValueError(f"{path} says format_version {meta['format_version']}; version 2 is read")
-        with naming(path):
-            hidden, vocab = meta["aux_hidden_dim"] // len(meta["aux_layer_ids"]), meta["target_vocab_size"]
-            self.draft_ids = torch.tensor(meta["selected_token_ids"])
+        with naming(path, "copy it again"):
+            check_whole(meta, *self.keys)
+            check_layers(meta["aux_layer_ids"])
+            hidden, vocab = meta["aux_hidden_dim"] // 3, meta["target_vocab_size"]
+            if meta["aux_hidden_dim"] % 3:
+                raise ValueError(f"it says aux_hidden_dim {meta['aux_hidden_dim']}, which is not of 3 layers")
+            ids, _ = listed(meta["selected_token_ids"], [0] * len(meta["selected_token_ids"]))
+            self.draft_ids = torch.from_numpy(ids)
             check_draft_ids(self.draft_ids, vocab)
         if self.ends is not None and (hidden, vocab) != (self.hidden_size, self.vocab_size):
             raise ValueError(
@@ -480,68 +561,90 @@ class AutoModelCache(Captured):
             )
         self.hidden_size, self.vocab_size = hidden, vocab
         self.width = len(self.draft_ids) + 1
+        if self.ends is None:
+            self.embedding(slice(0))  # are these sizes those of what is there?
         drafted = torch.zeros(vocab, dtype=torch.bool).index_fill(0, self.draft_ids, True)
         self.undrafted = None if drafted.all() else int(drafted.int().argmin())  # some id that no draft says
         return meta["aux_layer_ids"]
 
     def scan(self) -> Iterator[Document]:
         samples, size = self.meta["num_samples"], self.meta["shard_size"]
-        for shard, first in enumerate(range(0, samples, size)):
-            path = self.directory / f"shard-{shard:06d}.safetensors"
-            rows = min(size, samples - first)
+        count, found = -(-samples // size), []
+        for path in self.directory.glob("shard-*.safetensors"):
+            number = path.stem.removeprefix("shard-")
+            if re.fullmatch(r"\d{6,}", number) and int(number) < count and path.name == shard_name(int(number)):
+                found.append(int(number))
+        found.sort()
+        lost = samples - sum(min(size, samples - size * shard) for shard in found)
+        if lost:  # however many the manifest says there are
+            first = next((i for i, shard in enumerate(found) if i != shard), len(found))
+            name = (
+                f"{self.directory / shard_name(first)} cannot be used (it is missing, with {count - len(found):,} of "
+            )
+            error = Damaged(f"{name}{count:,} shards in all by {self.sign}); copy them again, or skip damaged files")
+            self.skip_or_raise(error, self.skipped, lost)
+        for shard in found:
+            path, rows = self.directory / shard_name(shard), min(size, samples - size * shard)
             try:
                 with naming(path):
                     ids, learned, real = self.open_shard(path, rows)
             except Damaged as error:
-                self.skip_or_raise(error, rows)
+                self.skip_or_raise(error, self.skipped, rows)
                 continue
             yield from self.look_at(range(rows), partial(self.row, path, ids, learned, real))
 
     def open_shard(self, path: Path, rows: int) -> list[Tensor]:
-        """input_ids, loss_mask and attention_mask [n,S]; ValueError: other tensors or shapes."""
-        with safe_open(path, "pt") as file:
-            held = shapes_in(file)
-            names = ["input_ids", "loss_mask", "attention_mask", "position_mask", "aux_hidden_states"]
-            names += ["target_probs"] if "target_probs" in held else ["target_probs_values", "target_probs_indices"]
-            if missing := [name for name in names if name not in held]:
-                raise ValueError(f"it lacks {missing} and holds {sorted(held)}")
-            s, k = held["input_ids"][-1], held[names[-1]][-1] if len(names) > 6 else len(self.draft_ids)
+        """input_ids, loss_mask and attention_mask [n,S]; ValueError: other tensors, types or shapes."""
+        whole = ["input_ids", "loss_mask", "attention_mask", "position_mask"]
+        with open_safetensors(path) as file:
+            is_dense = "target_probs" in file.held
+            states = ["aux_hidden_states", "target_probs" if is_dense else "target_probs_values"]
+            names = [*whole, *states] + ([] if is_dense else ["target_probs_indices"])
+            check_types(file, states, [name for name in names if name not in states])
+            held = file.shapes
+            s, k = held["input_ids"][-1], len(self.draft_ids) if is_dense else held[names[-1]][-1]
             widths = [1, self.meta["aux_hidden_dim"], k, k]
             wanted = [[rows, s]] * 3 + [[rows, s, width] for width in widths]
             if [held[name] for name in names] != wanted[: len(names)]:
                 said = f"{rows} rows, features {widths[1]} wide, {len(self.draft_ids)} draft ids"
-                raise ValueError(f"its tensors are {held}; the manifest says {said}")
-            return [file.get_tensor(name) for name in names[:3]]
+                raise ValueError(f"its tensors are {held}; {self.sign} says {said}")
+            return [file.read(name) for name in names[:3]]
 
-    def row(self, path: Path, ids: Tensor, learned: Tensor, real: Tensor, i: int) -> Document | str:
-        real, name = real[i].bool(), f"{path.name}[{i}]"
-        if not real.any():
-            return "empty"
+    def row(self, path: Path, ids: Tensor, learned: Tensor, real: Tensor, i: int) -> Document | tuple[str, str]:
+        name = f"{path.name}[{i}]"
         with naming(self.directory / name):
-            if (real[1:] != real[:-1]).sum() > 2 - int(real[0]) - int(real[-1]):
-                raise ValueError("its attention_mask is no single stretch")
-            tokens = check_tokens(moved_back(ids[i])[real], self.vocab_size)
-            return Document(tokens, moved_back(learned[i]).bool()[real], name)
+            at = stretch(real[i])
+            if at.start == at.stop:
+                return "empty", name
+            # token 0 has neither an id nor a mask, whatever stands before it
+            tokens, loss_mask = (moved_back(x[i])[at].numpy() for x in (ids, learned))
+            tokens, loss_mask = listed(tokens, loss_mask, self.vocab_size)
+            return Document(torch.from_numpy(tokens), torch.from_numpy(loss_mask), name)
 
     def read(self, document: Document) -> tuple[Tensor, Tensor]:
         shard, i = re.fullmatch(r"(.*)\[(\d+)\]", document.source).groups()
-        at = slice(int(i), int(i) + 1)
-        with safe_open(self.directory / shard, "pt") as file:
-            row = {name: file.get_slice(name)[at][0] for name in shapes_in(file)}
-        real, n = row["attention_mask"].bool(), len(document.tokens)
-        p = row["target_probs"] if "target_probs" in row else self.dense(row)
-        payload = torch.cat([p, row["position_mask"].to(p.dtype)], dim=-1)
-        features, last = row["aux_hidden_states"][real][:n], moved_back(payload)[real][:n]
+        with open_safetensors(self.directory / shard) as file:
+            at = stretch(file.read("attention_mask", int(i), slice(None)))
+            here = int(i), slice(at.start, min(at.stop, at.start + len(document.tokens)))
+            early = int(i), slice(max(here[1].start - 1, 0), here[1].stop - 1)  # a place before
+            features = file.read("aux_hidden_states", *here)
+            covered = file.read("position_mask", *early)
+            p = file.read("target_probs", *early) if "target_probs" in file.held else self.dense(file, early)
+        if covered.numel() and not (covered.min() >= 0 and covered.max() <= 1):
+            raise ValueError("its position_mask has other numbers than 0 and 1")
+        last = p.new_zeros(len(features), self.width)
+        last[len(last) - len(p) :, :-1], last[len(last) - len(p) :, -1:] = p, covered
         mass = last[document.loss_mask, :-1].float().sum(-1)
         if (last < 0).any() or (mass - 1).abs().gt(0.1).any():  # bf16 and fp16 round each entry
             raise ValueError(f"its target_probs sum to {mass.min():.3f}..{mass.max():.3f} at learned tokens, not to 1")
         order = torch.tensor(self.meta["aux_layer_ids"]).argsort()
-        features = rearrange(features, "s (l h) -> s l h", h=self.hidden_size)[:, order]
-        return rearrange(features, "s l h -> s (l h)"), last
+        if not torch.equal(order, torch.arange(3)):
+            features = rearrange(rearrange(features, "s (l h) -> s l h", l=3)[:, order], "s l h -> s (l h)")
+        return features, last
 
-    def dense(self, row: dict[str, Tensor]) -> Tensor:
-        values, indices = row["target_probs_values"], row["target_probs_indices"].long()
-        return values.new_zeros(len(values), len(self.draft_ids)).scatter_(-1, indices, values)
+    def dense(self, file: Tensors, at: tuple) -> Tensor:
+        values, indices = (file.read(f"target_probs_{name}", *at) for name in ("values", "indices"))
+        return values.new_zeros(len(values), len(self.draft_ids)).scatter_(-1, indices.long(), values)
 
     def head(self, last: Tensor) -> Tensor:
         """last [m,Vd+1] -> logits [m,V] whose softmax over the draft ids is p, exactly 0 where p is, and whose argmax
@@ -557,12 +660,30 @@ class AutoModelCache(Captured):
     def embed_tokens(self) -> nn.Embedding:
         if self.ends is not None:
             return self.ends.embed_tokens
+        return nn.Embedding.from_pretrained(self.embedding(slice(None)))
+
+    def embedding(self, rows: slice) -> Tensor:
+        """Rows of the target's embedding [V,H]; ValueError where the file has another."""
         path = self.directory / "target_embeddings.safetensors"
-        with naming(path), safe_open(path, "pt") as file:
-            weight = file.get_tensor("weight")
-            if list(weight.shape) != [self.vocab_size, self.hidden_size]:
-                raise ValueError(f"weight is {list(weight.shape)}, wanted [{self.vocab_size}, {self.hidden_size}]")
-        return nn.Embedding.from_pretrained(weight)
+        with naming(path, "copy it again"), open_safetensors(path) as file:
+            check_types(file, ["weight"], [])
+            if file.shapes["weight"] != [self.vocab_size, self.hidden_size]:
+                sizes = f"{self.sign} says [{self.vocab_size}, {self.hidden_size}]"
+                raise ValueError(f"weight is {file.shapes['weight']}, {sizes}")
+            return file.read("weight", rows)
+
+
+def shard_name(number: int) -> str:
+    return f"shard-{number:06d}.safetensors"
+
+
+def stretch(real: Tensor) -> slice:
+    """Where the attention mask [S] is set; ValueError: not in one stretch, or other numbers than 0 and 1."""
+    at = real.nonzero().flatten()
+    begin, end = (int(at[0]), int(at[-1]) + 1) if len(at) else (0, 0)
+    if not bool((real[begin:end] == 1).all()):
+        raise ValueError("its attention_mask is no single stretch of 1 between 0")
+    return slice(begin, end)
 
 
 def moved_back(x: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ Such a turn is put together again: `<think>` unless the prompt opened it, reason
 Knows tokenizers and files, never models.
 """
 
+import codecs
 import copy
+import ctypes
 import gzip
 import hashlib
 import json
@@ -28,10 +30,13 @@ import os
 import pickle
 import re
 import tempfile
+import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -43,11 +48,15 @@ from tokenizers import processors
 from tqdm import tqdm
 from transformers.dynamic_module_utils import init_hf_modules
 
-from data import Document, Documents
+from data import Document, Documents, Skipped, listed
+from files import check_regular
 
-CACHE_VERSION = 1  # to be raised when the same lines give other documents
+CACHE_VERSION = 2  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
+LINE = 64 << 20  # bytes of the longest line
+TEXT = 1 << 26  # characters of the longest rendered conversation
+TEMPLATE_SECONDS = 20  # of one call of a chat template, which takes milliseconds
 BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a token
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz")
 OPEN, CLOSE = "<think>", "</think>"
@@ -86,13 +95,15 @@ def read_conversations(
         Path(cache).mkdir(parents=True, exist_ok=True)
     report, parts, line, size = Report(), [], 0, sum(piece.end - piece.begin for piece in pieces)
     with tqdm(total=size, desc="conversations", unit="B", unit_scale=True, disable=not progress) as bar:
-        for piece, made in zip(pieces, convert_all(pieces, tokenizer, reasoning, workers, cache), strict=True):
+        for piece, several in zip(pieces, convert_all(pieces, tokenizer, reasoning, workers, cache), strict=True):
             line = 0 if piece.begin == 0 else line
-            parts.append(fit_rows(made, piece.path, line, row_tokens, report))
-            line += made.lines
+            for made in several:
+                parts.append(fit_rows(made, piece.path, line, row_tokens, report))
+                line += made.lines
             bar.update(piece.end - piece.begin)
     if not report.used:
-        reasons = "; ".join(f"{n:,} x {reason}" for reason, n in report.skipped.most_common(8)) or "the files are empty"
+        worst = (f"{n:,} x {reason} ({report.skipped.named[reason][0]})" for reason, n in report.skipped.most_common(8))
+        reasons = "; ".join(worst) or "the files are empty"
         raise ValueError(f"none of {report.read:,} conversations in {', '.join(map(str, paths))} is usable: {reasons}")
     lengths = np.concatenate([np.asarray(part.lengths, np.int64) for part in parts])
     tokens, loss_mask = (torch.from_numpy(np.concatenate([part[i] for part in parts])) for i in (0, 1))
@@ -116,7 +127,8 @@ def answered(tokenizer, pairs: list[tuple[str, str]], source: str = "corpus") ->
 
 @dataclass
 class Report:
-    """What became of the conversations. `skipped` counts conversations by reason, `notes` what befell some turns."""
+    """What became of the conversations. `skipped` counts and names conversations by reason, `notes` what befell some
+    turns."""
 
     read: int = 0
     used: int = 0
@@ -124,7 +136,7 @@ class Report:
     cut: int = 0  # documents that ended behind the row
     tokens: int = 0
     supervised: int = 0
-    skipped: Counter = field(default_factory=Counter)
+    skipped: Skipped = field(default_factory=Skipped)
     notes: Counter = field(default_factory=Counter)
 
     def lines(self) -> list[str]:
@@ -134,8 +146,7 @@ class Report:
             f"{self.used:,} of {self.read:,} conversations in {self.documents:,} documents, {self.tokens:,} tokens, "
             f"{share:.0%} learned; {self.cut:,} cut to a row"
         )
-        skipped = [f"  skipped {n:,}: {reason}" for reason, n in self.skipped.most_common()]
-        return [first, *skipped, *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
+        return [first, *self.skipped.lines(), *(f"  {n:,} {note}" for note, n in self.notes.most_common())]
 
 
 # ---------------------------------------------------------------------------------------------------------- the files
@@ -149,28 +160,43 @@ class Piece(NamedTuple):
     end: int
     is_list: bool
 
-    def read(self) -> bytes:
+    def blobs(self) -> Iterator[bytes]:
+        """Its bytes; of a compressed file, which may hold any amount, a piece's worth of whole lines at a time."""
         try:
             if self.path.suffix == ".gz":
-                return gzip.decompress(self.path.read_bytes())
+                with gzip.open(self.path) as file:
+                    while blob := file.read(PIECE) + whole_line(file, self.path):
+                        yield blob
+                return
             with self.path.open("rb") as file:
                 file.seek(self.begin)
-                return file.read(self.end - self.begin)
+                yield file.read(self.end - self.begin)
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"{self.path} cannot be read ({error}); copy it again, or leave it out") from None
+
+
+def whole_line(file, path: Path) -> bytes:
+    """The rest of a line."""
+    rest = file.readline(LINE)
+    if len(rest) == LINE:
+        raise ValueError(
+            f"--data {path} has a line of more than {LINE >> 20} MB near byte {file.tell():,}; one conversation a line "
+            "is wanted"
+        )
+    return rest
 
 
 def find_files(paths: list[Path]) -> list[Path]:
     files = []
     for path in map(Path, paths):
-        found = (
-            [path]
-            if path.is_file()
-            else sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and p.is_file())
-        )
+        found = [path]
+        if not path.is_file():
+            found = sorted(p for p in path.rglob("*") if p.name.endswith(SUFFIXES) and not p.is_dir())
+        for each in found if found or not path.exists() else [path]:
+            check_regular(each, "--data")
         if not found:
             what = f"holds no {', '.join(SUFFIXES)} file" if path.is_dir() else "does not exist"
-            raise ValueError(f"{path} {what}; conversations are read from such files and from folders of them")
+            raise ValueError(f"--data {path} {what}; conversations are read from such files and from folders of them")
         files += found
     return files
 
@@ -178,13 +204,16 @@ def find_files(paths: list[Path]) -> list[Path]:
 def cut_file(path: Path) -> Iterator[Piece]:
     size, begin = path.stat().st_size, 0
     with path.open("rb") as file:
-        is_list = path.suffix == ".json" and file.read(4096).lstrip().startswith(b"[")
+        head = file.read(4096)
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError(f"--data {path} is UTF-16 by its first bytes; save it as UTF-8")
+        is_list = path.suffix == ".json" and head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         if is_list or path.suffix == ".gz":
             yield Piece(path, 0, size, is_list)
             return
         while begin < size:
             file.seek(begin + PIECE)
-            file.readline()
+            whole_line(file, path)
             end = min(file.tell(), size)
             yield Piece(path, begin, end, False)
             begin = end
@@ -199,7 +228,7 @@ class Made(NamedTuple):
     records: np.ndarray  # [D] int64, the line each came from, counted within the piece
     lines: int
     read: int
-    skipped: dict[str, int]
+    skipped: dict[str, tuple[int, list[int]]]  # by reason: how many lines, and the first of them
     notes: dict[str, int]
 
 
@@ -213,7 +242,8 @@ class Fitted(NamedTuple):
 def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: Report) -> Fitted:
     """Documents of a piece cut to a row; those that have nothing to learn there (`anchors_of` none) are left out."""
     report.read += made.read
-    report.skipped.update(made.skipped)
+    for reason, (n, lines) in made.skipped.items():
+        report.skipped.add(reason, (f"{path}:{first_line + line + 1}" for line in lines), n)
     report.notes.update(made.notes)
     kept, records = [], made.records.tolist()
     for end, length, record in zip(made.lengths.cumsum().tolist(), made.lengths.tolist(), records, strict=True):
@@ -223,7 +253,8 @@ def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: R
             report.cut += length > fits
     used = {record for _, _, record in kept}
     report.used += len(used)
-    report.skipped += Counter({TOO_LONG: len(set(records) - used)})
+    if too_long := sorted(set(records) - used):
+        report.skipped.add(TOO_LONG, (f"{path}:{first_line + line + 1}" for line in too_long), len(too_long))
     report.notes += Counter({f"documents left out: {TOO_LONG}": sum(r in used for r in records) - len(kept)})
     at = [slice(begin, begin + fits) for begin, fits, _ in kept]
     return Fitted(
@@ -237,7 +268,7 @@ def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: R
 # ---------------------------------------------------------------------------------------------- processes and the cache
 
 
-def convert_all(pieces: list[Piece], tokenizer, reasoning: str, workers: int | None, cache) -> Iterator[Made]:
+def convert_all(pieces: list[Piece], tokenizer, reasoning: str, workers: int | None, cache) -> Iterator[list[Made]]:
     """What became of every piece, in order."""
     key = None if cache is None else fingerprint(tokenizer, reasoning)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -261,7 +292,7 @@ def start_worker(state: bytes) -> None:
     worker_state = Converter(tokenizer, reasoning), cache, key
 
 
-def work(piece: Piece) -> Made:
+def work(piece: Piece) -> list[Made]:
     converter, cache, key = worker_state
     return cached(converter, piece, cache, key)
 
@@ -274,11 +305,20 @@ def fingerprint(tokenizer, reasoning: str) -> bytes:
     return hashlib.sha256(json.dumps(settings, default=str).encode()).digest()
 
 
-def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> Made:
-    blob = piece.read()
+def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> list[Made]:
+    """What became of a piece, from the cache where that has it. ValueError: its chat template does not end."""
+    try:
+        return [cached_blob(converter, blob, piece.is_list, cache, key) for blob in piece.blobs()]
+    except TemplateHangs as error:
+        raise ValueError(f"{error} at a conversation of {piece.path}; correct the template") from None
+
+
+def cached_blob(converter: "Converter", blob: bytes, is_list: bool, cache: Path | None, key: bytes | None) -> Made:
+    if not blob.strip():  # at once: it may be gigabytes
+        return gather([], [], [], blob.removesuffix(b"\n").count(b"\n") + 1, Counter())
     if cache is None:
-        return converter.convert(blob, piece.is_list)
-    name = hashlib.sha256(key + bytes([piece.is_list]) + blob).hexdigest()
+        return converter.convert(blob, is_list)
+    name = hashlib.sha256(key + bytes([is_list]) + blob).hexdigest()
     path = Path(cache) / f"{name}.npz"
     try:
         with np.load(path, allow_pickle=False) as file:  # a zip: damage does not pass its checksums
@@ -288,7 +328,7 @@ def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes 
         pass
     except Exception:  # whatever a damaged file provokes: it is made again
         path.unlink(missing_ok=True)
-    made = converter.convert(blob, piece.is_list)
+    made = converter.convert(blob, is_list)
     counts = np.frombuffer(json.dumps(made[4:]).encode(), np.uint8)
     arrays = dict(zip(Made._fields[:4], made[:4], strict=True))
     with tempfile.NamedTemporaryFile(dir=cache, suffix=".tmp", delete=False) as half:
@@ -298,6 +338,51 @@ def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes 
 
 
 # ------------------------------------------------------------------------------------------------- lines to documents
+
+
+class TemplateHangs(BaseException):
+    """Past every `except Exception` of whatever a template calls."""
+
+
+class TimeLimit:
+    """Ends what takes longer than TEMPLATE_SECONDS `within()` it, by TemplateHangs, if it runs any Python.
+
+    A thread counts the time of all others, only while they are within; so neither signals nor the main thread are
+    needed, a process that was stopped meanwhile loses nothing, and outside nothing is ever raised.
+    """
+
+    def __init__(self):
+        self.left, self.lock, self.busy, self.counter = {}, threading.Lock(), threading.Event(), None
+
+    @contextmanager
+    def within(self):
+        thread = threading.get_ident()
+        with self.lock:
+            self.left[thread] = TEMPLATE_SECONDS
+            self.busy.set()
+            if self.counter is None or not self.counter.is_alive():  # the first time, or in a fork
+                self.counter = threading.Thread(target=self.count, daemon=True)
+                self.counter.start()
+        try:
+            yield
+        finally:
+            with self.lock:
+                self.left.pop(thread, None)
+
+    def count(self):
+        while self.busy.wait():
+            time.sleep(0.1)
+            with self.lock:
+                self.left = {thread: seconds - 0.1 for thread, seconds in self.left.items()}
+                for thread in [thread for thread, seconds in self.left.items() if seconds <= 0]:
+                    del self.left[thread]
+                    hangs = ctypes.py_object(TemplateHangs)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), hangs)
+                if not self.left:
+                    self.busy.clear()
+
+
+LIMIT = TimeLimit()
 
 
 class Skip(Exception):
@@ -330,14 +415,17 @@ class Converter:
         self, messages: list[dict], tools: list[dict] | None = None, source: str = "a conversation"
     ) -> list[Document]:
         """The documents of one conversation in memory; ValueError with the reason where it has nothing to learn."""
-        made = self.convert(json.dumps([{"messages": messages, "tools": tools}]).encode(), is_list=True)
+        try:
+            made = self.convert(json.dumps([{"messages": messages, "tools": tools}]).encode(), is_list=True)
+        except TemplateHangs as error:
+            raise ValueError(f"{error} at {source}; correct the template") from None
         if made.skipped:
             raise ValueError(f"{source} has nothing to learn: {next(iter(made.skipped))}")
         tokens, masks = (torch.from_numpy(x).split(made.lengths.tolist()) for x in (made.tokens, made.loss_mask))
         return [Document(ids.long(), mask, source) for ids, mask in zip(tokens, masks, strict=True)]
 
     def convert(self, blob: bytes, is_list: bool) -> Made:
-        """Every record of whole lines, or of one JSON list."""
+        """Every record of whole lines, or of one JSON list. TemplateHangs: the chat template does not end."""
         lines = load_list(blob) if is_list else blob.removesuffix(b"\n").split(b"\n")
         self.notes, lost, texts, made, read = Counter(), [], [], [], []
         for number, line in enumerate(lines):
@@ -363,20 +451,12 @@ class Converter:
 
     def tokenised(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         try:
-            ids, mask = np.array(record["input_ids"]), np.array(record["loss_mask"])
-        except (ValueError, OverflowError):
-            ids = mask = np.empty(0)
-        if ids.ndim != 1 or mask.ndim != 1 or ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
-            raise Skip("input_ids and loss_mask that are no lists of integers")
-        if len(ids) != len(mask):
-            raise Skip("input_ids and loss_mask of different length")
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
-            raise Skip("input_ids outside the tokenizer's vocabulary")
-        if not np.isin(mask, (0, 1)).all():
-            raise Skip("a loss_mask of other numbers than 0 and 1")
+            ids, mask = listed(record["input_ids"], record["loss_mask"], self.vocab_size)
+        except ValueError as error:
+            raise Skip(str(error)) from None
         if not mask[1:].any():
             raise Skip("nothing supervised")
-        return ids.astype(np.int32), mask.astype(bool)
+        return ids.astype(np.int32), mask
 
     def conversation(self, record) -> tuple[list[dict], list[dict] | None]:
         """Messages as templates read them, and the tools."""
@@ -476,12 +556,19 @@ class Converter:
         return prompt, end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
 
     def render(self, messages: list[dict], tools, add_generation_prompt: bool) -> str:
+        how = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            with LIMIT.within():
+                text = self.tokenizer.apply_chat_template(messages, **how)
+            if len(text) > TEXT:
+                raise Skip(f"the chat template makes more than {TEXT:,} characters")
             text.encode()  # JSON can hold half a surrogate pair
             return text
+        except TemplateHangs:
+            name = self.tokenizer.name_or_path or "the tokenizer"
+            raise TemplateHangs(f"the chat template of {name} takes more than {TEMPLATE_SECONDS:g} s") from None
+        except Skip:
+            raise
         except UnicodeEncodeError:
             raise Skip("text that is not Unicode") from None
         except Exception as error:  # templates raise whatever they meet
@@ -571,7 +658,11 @@ def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], line
         if record in with_documents:
             notes[f"turns left out: {reason}"] += 1
         first.setdefault(record, reason)
-    skipped = Counter(first[record] for record in read if record not in with_documents)
+    skipped = {}
+    for record in read:
+        if record not in with_documents:
+            count, some = skipped.get(first[record], (0, []))
+            skipped[first[record]] = count + 1, [*some, record][: Skipped.few]
     return Made(
         np.concatenate([np.empty(0, np.int32), *tokens]),
         np.concatenate([np.empty(0, bool), *masks]),
@@ -579,6 +670,6 @@ def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], line
         np.array(records, np.int64),
         lines,
         len(read),
-        dict(skipped),
+        skipped,
         dict(+notes),
     )

@@ -5,13 +5,14 @@ Held to saved-tensor hooks and FLOP counts of real steps by the tests. Shapes: B
 hidden, n heads, R kv_lora_rank, V and Vd vocabularies; c bytes per number of the compute dtype.
 """
 
+import os
 import time
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from draft_deepseek import valid_slots
+from draft_deepseek import PIECE, valid_slots
 from draft_kimi_k3 import KimiK3Eagle3Config
 
 # -------------------------------------------------------------------------------------------------------------- FLOPs
@@ -161,9 +162,9 @@ def chunk_memory(cfg, slots: int, chunk: int, c: int, steps: int) -> dict[str, i
 
 
 def keys_memory(cfg, slots: int, c: int, steps: int) -> dict[str, int]:
-    """What the backward of the keys adds: they are made once more, their gradients cast, and those of the up-projection
-    put together."""
-    n = cfg.num_attention_heads
+    """What the backward of the keys adds: a piece of them is made once more, its gradients cast, and those of the
+    up-projection put together."""
+    slots, n = min(slots, PIECE), cfg.num_attention_heads
     views = n * (cfg.qk_nope_head_dim + cfg.v_head_dim)  # v is a view of the whole up-projection
     made = key_numbers(cfg) - n * cfg.v_head_dim + views
     return {
@@ -192,3 +193,12 @@ def matrix_rate(device: str, dtype: torch.dtype, width: int) -> float:
         x @ x
         times.append(clock(device) - start)
     return 2 * width**3 / min(times[1:])
+
+
+def memory_of(device: str) -> float:
+    """Bytes of it in all; without end where nobody says."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    known = torch.device(device).type == "cpu" and set(names) <= set(os.sysconf_names)
+    return os.sysconf(names[0]) * os.sysconf(names[1]) if known else float("inf")

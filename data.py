@@ -10,7 +10,8 @@ import json
 import random
 import sysconfig
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
-from files import holds, naming, shapes_in
+from files import check_regular, holds, naming, shapes_in
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 MIN_DOCUMENT, MAX_DOCUMENT, MIN_ANSWER = 160, 768, 64  # bytes, which are the tokens of the built-in vocabulary
@@ -33,6 +34,46 @@ class Document(NamedTuple):
     tokens: Tensor  # [L] long
     loss_mask: Tensor  # [L] bool
     source: str  # where it came from, for messages
+
+
+class Skipped(Counter):
+    """What was left out: how many by reason, the first few of each by name; and how many were `kept`."""
+
+    few = 3
+
+    def __init__(self):
+        super().__init__()
+        self.named, self.kept = {}, 0
+
+    def add(self, reason: str, names: Iterable[str] = (), n: int = 1) -> None:
+        self[reason] += n
+        known = self.named.setdefault(reason, [])
+        known += list(names)[: self.few - len(known)]
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        for reason, n in (+self).most_common():
+            names = ", ".join(self.named.get(reason, ()))
+            more = ", ..." if n > len(self.named.get(reason, ())) else ""
+            yield f"  skipped {n:,}: {reason}" + (f" ({names}{more})" if names else "")
+
+
+def listed(ids, loss_mask, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [S] int64 and loss mask [S] bool out of what a file says they are; ValueError with the reason if it
+    says anything else. vocab_size None: ids may be any."""
+    try:
+        ids, mask = np.array(ids), np.array(loss_mask)
+    except (ValueError, OverflowError):
+        ids = mask = np.empty(0)
+    if ids.ndim != 1 or mask.ndim != 1 or ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
+        raise ValueError("input_ids and loss_mask that are no lists of integers")
+    if len(ids) != len(mask):
+        raise ValueError("input_ids and loss_mask of different length")
+    if ids.min() < 0 or ids.max() >= (1 << 31 if vocab_size is None else vocab_size):
+        raise ValueError("input_ids outside the vocabulary")
+    if mask.min() < 0 or mask.max() > 1:
+        raise ValueError("a loss_mask of other numbers than 0 and 1")
+    return ids.astype(np.int64), mask.astype(bool)
 
 
 class Documents(Sequence):
@@ -277,12 +318,13 @@ def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
     path = Path(path)
     if path.is_dir():
         names = ("vocab_mapping.pt", "d2t*.npy", "manifest.json", "*.safetensors")
-        found = [x for name in names for x in sorted(path.glob(name))]
+        found = [x for name in names for x in sorted(path.glob(name)) if x.is_file()]
         found = [x for x in found if x.suffix != ".safetensors" or holds(x, "d2t")]
         if len(found) != 1:
             said = ", ".join(x.name for x in found) or f"none of {', '.join(names)}"
             raise ValueError(f"{path} has {said}; one vocabulary map is wanted, name its file")
         path = found[0]
+    check_regular(path, "--draft-vocab")
     with naming(path, "make the map again"):
         ids, t2d = read_map(path)
         check_draft_ids(ids, vocab_size)
@@ -299,7 +341,7 @@ def draft_vocabulary_map(path, vocab_size: int) -> Tensor:
 def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
     """Target ids [Vd] and, where there is one, t2d [V]."""
     if path.suffix == ".json":
-        return torch.tensor(json.loads(path.read_text())["selected_token_ids"]), None
+        return torch.tensor(json.loads(path.read_bytes())["selected_token_ids"]), None
     if path.suffix == ".npy":
         beside = path.with_name(path.name.replace("d2t", "t2d"))
         held = {x.name[:3]: torch.from_numpy(np.load(x)) for x in (path, beside) if x.is_file()}
@@ -308,12 +350,19 @@ def read_map(path: Path) -> tuple[Tensor, Tensor | None]:
             held = {name: file.get_tensor(name) for name in ("d2t", "t2d") if name in shapes_in(file)}
     else:
         held = torch.load(path, map_location="cpu", weights_only=True)
-    if "d2t" not in held or held["d2t"].ndim != 1:
-        raise ValueError(f"it has no row of offsets d2t, but {sorted(held)}")
+    if not isinstance(held, dict) or not isinstance(held.get("d2t"), Tensor) or held["d2t"].ndim != 1:
+        raise ValueError(f"it has no row of offsets d2t, but {list(held) if isinstance(held, dict) else type(held)}")
+    check_whole(held["d2t"])
     return held["d2t"].long() + torch.arange(len(held["d2t"])), held.get("t2d")
 
 
+def check_whole(x: Tensor) -> None:
+    if x.ndim != 1 or x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f"it gives {x.dtype} {list(x.shape)}; a row of whole numbers is wanted")
+
+
 def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
+    check_whole(ids)
     distinct = ids.unique().numel()
     if not 0 < distinct == len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
         span = f"{ids.min()}..{ids.max()}" if len(ids) else "nothing"

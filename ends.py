@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from draft_deepseek import RMSNorm
-from files import naming, read_json, shapes_in
+from files import INDEX, Damaged, check_finite, naming, read_json, shapes_in, weight_map
 from target import Target, check_directory, load_tokenizer
 
 LAYOUTS = (  # how checkpoints name the text model, and its head
@@ -100,18 +100,22 @@ def read_ends(path: Path, config: dict) -> tuple[Tensor, Tensor, Tensor]:
     found, sizes = [], [config["vocab_size"], config["hidden_size"]]
     for name, dims in wanted.items():
         with naming(files[name], "copy the target again"), safe_open(files[name], "pt") as file:
+            if name not in shapes_in(file):  # or its own header would have named it
+                raise Damaged(
+                    f"{path / INDEX} says that {files[name].name} holds {name}, which it does not; copy it again"
+                )
             x = file.get_tensor(name)
             if list(x.shape) != sizes[-dims:] or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
                 raise ValueError(f"{name} is {x.dtype} {list(x.shape)}; config.json says {sizes[-dims:]}, unquantised")
+            check_finite([(name, x)])
             found.append(x)
     return (*found, found[0])[:3]
 
 
 def weight_files(path: Path) -> dict[str, Path]:
     """The file that holds each tensor, by the index of a sharded checkpoint or by the headers of its files."""
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: path / file for name, file in read_json(index, ["weight_map"])["weight_map"].items()}
+    if (indexed := weight_map(path)) is not None:
+        return indexed
     files = {}
     for each in sorted(path.glob("*.safetensors")):
         with naming(each, "copy the target again"), safe_open(each, "pt") as file:

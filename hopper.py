@@ -10,10 +10,11 @@ Shapes: B rows, T slots, A anchors, S steps, Vd draft vocabulary.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import bench
-from draft_deepseek import Leaves, RowBatch, RowChunks, TTTLoss, anchor_mask, block_index
+from draft_deepseek import PIECE, Leaves, RowBatch, RowChunks, TTTLoss, anchor_mask, block_index
 
 # ------------------------------------------------------------------------------------------- real drafts, compiled
 
@@ -27,11 +28,11 @@ def real_loss(size: str) -> TTTLoss:
 
 
 def real_inputs(loss: TTTLoss, slots: int) -> tuple:
-    """(tokens [1,T], position [1,T], features) of one document."""
-    slot = torch.arange(slots, device="cuda")[None]
+    """(tokens [1,T+1], position [1,T], features) of one document."""
+    slot = torch.arange(slots + 1, device="cuda")[None]
     cfg = loss.draft.config
     width = cfg.num_aux_hidden_states * cfg.target_hidden_size
-    return slot, slot.clone(), torch.zeros(1, slots, width, dtype=torch.bfloat16, device="cuda")
+    return slot, slot[:, :-1].clone(), torch.zeros(1, slots, width, dtype=torch.bfloat16, device="cuda")
 
 
 def in_bf16(function):
@@ -42,7 +43,7 @@ def in_bf16(function):
     return run
 
 
-def compiled_keys(size="deepseek-v3", slots=4096):
+def compiled_keys(size="deepseek-v3", slots=PIECE):
     loss = real_loss(size)
     return in_bf16(loss.keys), real_inputs(loss, slots)
 
@@ -53,7 +54,8 @@ def compiled_chunk(size="deepseek-v3", slots=4096, chunk=1024, steps=bench.STEPS
     ttt_loss.loss = loss
     tokens, position, features = real_inputs(ttt_loss, slots)
     with torch.no_grad():
-        leaves = Leaves(in_bf16(ttt_loss.keys)(tokens, position, features))
+        leaves = Leaves(in_bf16(ttt_loss.keys)(tokens, position, features), slots)
+    tokens = position
     anchors, document = tokens[:, :chunk].contiguous(), torch.zeros_like(tokens)
     index = torch.zeros(steps, 1, chunk, dtype=torch.long, device="cuda")
     teacher = torch.zeros(1, chunk + steps - 1, ttt_loss.draft.config.draft_vocab_size, device="cuda")
@@ -136,7 +138,11 @@ def small(kind, layout, share, steps, chunk, bf16, wide, heads, loss):
 
 def keys(kind="deepseek-v3", layout="packed", bf16=False, wide=False, heads=2):
     loss, chunks, bound = small(kind, layout, 1.0, 2, 128, bf16, wide, heads, "ce")
-    return dict(module=Part(loss, "keys", bf16), inputs=(chunks.tokens, chunks.position, chunks.features), **bound)
+    return dict(
+        module=Part(loss, "keys", bf16),
+        inputs=(F.pad(chunks.tokens, (0, 1)), chunks.position, chunks.features),
+        **bound,
+    )
 
 
 def chunk(
@@ -147,7 +153,7 @@ def chunk(
     ttt_loss, chunks, bound = small(kind, layout, share, steps, chunk, bf16, wide, heads, loss)
     if loss == "lambda" and mean_alpha:
         chunks.mean_alpha = torch.full((steps,), 0.4)
-    made = Part(ttt_loss, "keys", bf16)(chunks.tokens, chunks.position, chunks.features)
+    made = Part(ttt_loss, "keys", bf16)(F.pad(chunks.tokens, (0, 1)), chunks.position, chunks.features)
     made = [x.detach().requires_grad_() for x in made]
     rows, part = list(chunks)[number], Part(ttt_loss, "chunk", bf16)
     blocks = block_index(anchor_mask(rows.anchors, rows.document), rows.document.shape[1])

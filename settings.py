@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import os
 import types
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +22,22 @@ DEFAULTS = {
     "model": {"epochs": 1, "lr": 1e-4, "row_tokens": 4096},
 }
 DRAFT_VOCAB = {"built-in": 96, "model": 32_000}  # where neither --draft-vocab nor the data says another
-LEAST = dict.fromkeys(("ttt_steps", "row_tokens", "batch_rows", "accumulate", "steps", "epochs", "eval_rows"), 1)
-LEAST |= dict.fromkeys(("chunk", "documents", "save_every", "eval_every", "keep"), 1)
-LEAST |= {"decode_prompts": 0, "decode_tokens": 2}
-POSITIVE = ("lr", "clip", "follow_gb")
+MOST = 1_000_000_000  # of every whole number that says nothing else
+BOUNDS = {  # both ends are allowed
+    "ttt_steps": (1, 64),
+    "row_tokens": (1, 1 << 20),  # the longest context of any preset
+    "batch_rows": (1, 4096),
+    "accumulate": (1, 1 << 16),
+    "epochs": (1, 1000),
+    "decode_prompts": (0, MOST),
+    "decode_tokens": (2, 1 << 16),
+    "seed": (0, (1 << 64) - 1),  # torch.manual_seed's, of which numpy takes what is not negative
+    "warmup": (0, 1),
+    "weight_decay": (0, 10),
+}
+BETWEEN = {"held_out": (0, 1), "lr": (0, 10), "clip": (0, math.inf), "follow_gb": (0, 1e9)}  # both ends are not
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of paths"}
+NAME_LENGTH = 200  # bytes; file systems take 255, and the run's own files add to it
 
 
 def option(default, group: str, text: str, choices=None):
@@ -88,94 +101,194 @@ class Settings:
     export_dtype: str = option("bfloat16", "evaluation", "of the saved draft", ("bfloat16", "float32"))
 
 
+FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
+
+
 class OneLineParser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def make_parser() -> OneLineParser:
-    parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def as_text(value: str) -> str:
+    """The type of a flag that is a path or a name."""
+    if complaint := unusable_text([value]):
+        raise argparse.ArgumentTypeError(complaint)
+    return value
+
+
+def as_path(value: str) -> Path:
+    return Path(as_text(value))
+
+
+def make_parser(description: str | None = None) -> OneLineParser:
+    parser = OneLineParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_argument_group("instead of training").add_mutually_exclusive_group()
-    commands.add_argument("--export", nargs=2, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop")
-    commands.add_argument("--capture", metavar="OUT", help="write the target's states at the documents, and stop")
+    commands.add_argument(
+        "--export", nargs=2, type=as_text, metavar=("CHECKPOINT", "OUT"), help="write what engines load, and stop"
+    )
+    commands.add_argument(
+        "--capture", type=as_text, metavar="OUT", help="write the target's states at the documents, and stop"
+    )
     help_send = "have the vLLM at URL write those into DIR, and stop"
-    commands.add_argument("--send", nargs=2, metavar=("URL", "DIR"), help=help_send)
+    commands.add_argument("--send", nargs=2, type=as_text, metavar=("URL", "DIR"), help=help_send)
     commands.add_argument("--dry-run", action="store_true", help="say what the run would need, and stop")
     groups = {}
-    for f in dataclasses.fields(Settings):
+    for f in FIELDS.values():
         group = f.metadata["group"]
         groups[group] = groups.get(group) or parser.add_argument_group(group)
-        flag, text = "--" + f.name.replace("_", "-"), f"{f.metadata['help']} (default {f.default})"
-        if f.type is bool:
-            groups[group].add_argument(flag, action=argparse.BooleanOptionalAction, default=f.default, help=text)
+        text = f"{f.metadata['help']} (default {f.default})"
+        kind, _ = kind_of(f)
+        if kind is bool:
+            groups[group].add_argument(
+                flag(f.name), action=argparse.BooleanOptionalAction, default=f.default, help=text
+            )
         else:
-            kind = next((t for t in getattr(f.type, "__args__", ()) if t is not types.NoneType), f.type)
             many = {"nargs": "+"} if kind is list else {"type": kind}
-            groups[group].add_argument(flag, default=f.default, choices=f.metadata["choices"], help=text, **many)
+            groups[group].add_argument(
+                flag(f.name), default=f.default, choices=f.metadata["choices"], help=text, **many
+            )
     return parser
 
 
-def parse(argv=None) -> tuple[Settings, argparse.Namespace]:
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def kind_of(f: dataclasses.Field) -> tuple[type, bool]:
+    """The type of a setting's values, and whether None is one of them."""
+    kinds = getattr(f.type, "__args__", (f.type,))
+    return next(kind for kind in kinds if kind is not types.NoneType), types.NoneType in kinds
+
+
+def parse(argv=None, description: str | None = None) -> tuple[Settings, argparse.Namespace]:
     """Settings from the command line, over those of a run to resume, and what is to be done instead of training; one
     line and exit code 2 on a bad value."""
-    parser = make_parser()
+    parser = make_parser(description)
     args = parser.parse_args(argv)
-    names = [f.name for f in dataclasses.fields(Settings)]
-    if args.resume:
-        if not args.name:
-            parser.error("--resume goes on with the run of --name; give its name")
-        stored = Path(args.runs) / args.name / "settings.json"
-        if stored.is_file():
-            known = set(names) - {"resume", "runs", "name"}
-            try:
-                parser.set_defaults(**{k: v for k, v in read_json(stored, ()).items() if k in known})
-            except ValueError as error:
-                parser.error(str(error))
+    try:
+        check_each(args)
+        if args.resume and not args.name:
+            raise ValueError("--resume goes on with the run of --name; give its name")
+        stored = Path(args.runs) / (args.name or "") / "settings.json"
+        if args.resume and stored.is_file():
+            own = ("resume", "runs", "name")
+            parser.set_defaults(**{name: x for name, x in read_settings(stored).items() if name not in own})
             args = parser.parse_args(argv)
-    values = vars(args)
-    given = Settings(**{name: values.pop(name) for name in names})
-    if complaint := unusable(given):
-        parser.error(complaint)
+        values = vars(args)
+        given = Settings(**{name: values.pop(name) for name in FIELDS})
+        check_together(given)
+    except ValueError as error:
+        parser.error(str(error))
     return given, args
 
 
-def unusable(args: Settings) -> str | None:
-    """What is wrong with a value, if anything is."""
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            return f"--{name.replace('_', '-')} is {value}; it must be at least {least}"
-    for name in POSITIVE:
-        if getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf:
-            return f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be a positive number"
-    if not 0 <= args.warmup <= 1:
-        return f"--warmup is {args.warmup}; a share of the steps is wanted, from 0 to 1"
-    if not 0 <= args.weight_decay < math.inf:
-        return f"--weight-decay is {args.weight_decay}; it must not be negative"
-    if args.name is not None and (Path(args.name).name != args.name or args.name.startswith(("tiny-", "."))):
-        return f"--name is {args.name!r}; a plain name is wanted, and tiny-... are the built-in targets' own"
-    if args.name == "tokens":
-        return "--name tokens is taken: that folder keeps the tokens of --data"
-    if args.follow_gb and not args.follow:
-        return "--follow-gb bounds what waits in the folder of --follow; name that as well"
-    if not 0 < args.held_out < 1:
-        return f"--held-out is {args.held_out}; it must lie between 0 and 1"
-    vocab = args.draft_vocab
-    if vocab is not None and not vocab.isdecimal() and not Path(vocab).exists():
-        return f"--draft-vocab is {vocab}; a number of tokens, 0 for all, or the path of a map is wanted"
+def read_settings(path: Path) -> dict:
+    """Those that a run's settings.json gives. ValueError: one that does not exist, or a value that no flag takes."""
+    stored = read_json(path, ())
+    stored.pop("torch", None)  # the version that it ran with
+    for name, value in stored.items():
+        if name not in FIELDS:
+            raise ValueError(f"{path} says {name[:60]!r}, which is no setting; remove that line")
+        if complaint := misfit(FIELDS[name], value):
+            raise ValueError(f"{path}: {name} {complaint}; correct it there")
+    floats = {name: float(x) for name, x in stored.items() if kind_of(FIELDS[name])[0] is float and x is not None}
+    return stored | floats
+
+
+def check_each(args: argparse.Namespace) -> None:
+    """ValueError: a flag whose value cannot be right, whatever the others say."""
+    for name, f in FIELDS.items():
+        if complaint := misfit(f, getattr(args, name)):
+            raise ValueError(f"{flag(name)} {complaint}")
+    name = args.name
+    if name is not None and (Path(name).name != name or name.startswith(("tiny-", "."))):
+        raise ValueError(f"--name is {name!r}; a plain name is wanted, and tiny-... are the built-in targets' own")
+    if name is not None and len(os.fsencode(name)) > NAME_LENGTH:
+        raise ValueError(f"--name is {len(os.fsencode(name))} bytes long; it names a folder, {NAME_LENGTH} at most")
+    if name == "tokens":
+        raise ValueError("--name tokens is taken: that folder keeps the tokens of --data")
+
+
+def misfit(f: dataclasses.Field, value) -> str | None:
+    """What is wrong with a setting's value by itself, if anything is; said behind its name."""
+    kind, optional = kind_of(f)
+    if value is None:
+        return None if optional else f"is null; {WANTED[kind]} is wanted"
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        return f"is {short(value)}; {WANTED[kind]} is wanted"
+    if f.metadata["choices"] and value not in f.metadata["choices"]:
+        return f"is {short(value)}; one of {', '.join(f.metadata['choices'])} is wanted"
+    if kind in (str, list):
+        return unusable_text([value] if kind is str else value or [""])
+    if f.name in BETWEEN:
+        low, high = BETWEEN[f.name]
+        wanted = "a positive number" if high == math.inf else f"more than {low} and less than {high:g}"
+        return None if low < value < high else f"is {short(value)}; it must be {wanted}"
+    if kind is bool:
+        return None
+    low, high = BOUNDS.get(f.name, (1, MOST))
+    if low <= value <= high:  # never with a NaN
+        return None
+    return f"is {short(value)}; it must be {f'at most {high:,}' if value > high else f'at least {low}'}"
+
+
+def short(value) -> str:
     try:
-        device = torch.device("cpu" if args.device == "auto" else args.device)
-    except RuntimeError:
-        return f"--device is {args.device!r}; auto, cpu, cuda or cuda:N is wanted"
-    if device.type == "meta":
-        return "--device meta computes nothing; auto, cpu, cuda or cuda:N is wanted"
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return f"--device is {args.device}, but PyTorch sees no CUDA device; use --device cpu"
-    if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:
-        return f"--chunk is {args.chunk}; on a GPU a multiple of {BLOCK} is wanted"
-    if args.follow and (args.epochs or 1) > 1:
-        return f"--follow sees its data once, --epochs is {args.epochs}; capture them to go over them again"
+        return f"{value!r:.60}"
+    except ValueError:  # Python writes no whole number of thousands of digits
+        return "a huge number"
+
+
+def unusable_text(texts: list) -> str | None:
+    """What keeps texts from being paths or names."""
+    for text in texts:
+        if not isinstance(text, str):
+            return f"holds {short(text)}; text is wanted"
+        if not text.strip() or "\0" in text:
+            return f"is {short(text)}; {'it must not be empty' if not text.strip() else 'no path holds a zero byte'}"
     return None
+
+
+def check_together(args: Settings) -> None:
+    """ValueError: values that this machine or the other ones rule out."""
+    if args.follow_gb and not args.follow:
+        raise ValueError("--follow-gb bounds what waits in the folder of --follow; name that as well")
+    check_draft_vocab(args.draft_vocab)
+    check_device(args.device)
+    if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:
+        raise ValueError(f"--chunk is {args.chunk}; on a GPU a multiple of {BLOCK} is wanted")
+    if args.follow and (args.epochs or 1) > 1:
+        raise ValueError(f"--follow sees its data once, --epochs is {args.epochs}; capture them to go over them again")
+
+
+def check_draft_vocab(asked: str | None) -> None:
+    if asked is None:
+        return
+    if asked.isdecimal() and len(asked) > 9:
+        raise ValueError(f"--draft-vocab is {asked[:20]}...; no target has so many tokens")
+    if not asked.isdecimal() and not Path(asked).exists():
+        raise ValueError(f"--draft-vocab is {asked}; a number of tokens, 0 for all, or the path of a map is wanted")
+
+
+def check_device(name: str) -> None:
+    """ValueError unless this PyTorch computes on it."""
+    wanted = "auto, cpu, cuda or cuda:N is wanted"
+    try:
+        device = torch.device("cpu" if name == "auto" else name)
+    except RuntimeError:
+        raise ValueError(f"--device is {name!r}; {wanted}") from None
+    if device.type == "meta":
+        raise ValueError(f"--device meta computes nothing; {wanted}")
+    if device.type == "cuda":  # asked without making a context, which every rank would have on the first GPU
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device is {name}, but PyTorch sees no CUDA device; use --device cpu")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ValueError(f"--device is {name}, but there are {torch.cuda.device_count()}, counted from 0")
+    elif device.type != "cpu":
+        try:
+            torch.zeros(1, device=device)
+        except Exception as error:  # whatever its backend, or its absence, raises
+            raise ValueError(f"--device is {name}, which this PyTorch cannot use ({short(error)}); {wanted}") from None
 
 
 def is_built_in(args: Settings) -> bool:

@@ -12,6 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,11 +22,12 @@ from torch import Tensor, nn
 from capture import Follower, bytes_per_token, prefetched
 from captured import is_captured, masks_of, open_captured, read_masks, token_key
 from conversations import answered, read_conversations
-from data import Document, Documents, anchors_of, cut_to, lay_out, pack, python_documents, sizes_of, split
+from data import Document, Documents, Skipped, anchors_of, cut_to, lay_out, pack, python_documents, sizes_of, split
 from draft_deepseek import RowChunks
 from ends import TargetEnds, load_ends
 from target import Target, check_aux_layers, load_target, tiny_target
 
+NOT_ONE = 100  # documents that cannot be used, before a run is given up that has read no other
 POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
 TINY = {"deepseek-v3": "deepseek-v3", "kimi-k2": "deepseek-v3", "kimi-k2.5": "deepseek-v3", "kimi-k3": "kimi-k3"}
 
@@ -47,6 +49,20 @@ class Source(NamedTuple):
     on_disk: bool = False
     is_tiny: bool = False  # the built-in target
     follower: Follower | None = None
+    unread: Skipped | None = None  # what could not be used when it was read
+
+    def report_unread(self, args, ranks) -> None:
+        """Says what of all ranks could not be used; ValueError where nothing else was read."""
+        if self.unread is None:
+            return
+        found = Skipped()
+        for counts, named, kept in ranks.gather([(dict(self.unread), self.unread.named, self.unread.kept)]):
+            found.kept += kept
+            for reason, n in counts.items():
+                found.add(reason, named[reason], n)
+        if +found:
+            ranks.print("\n".join([f"left out of {args.follow or args.data[0]} when it was read:", *found.lines()]))
+        check_some_left(found)
 
     @property
     def config(self) -> dict | None:
@@ -61,6 +77,14 @@ class Source(NamedTuple):
         return [] if self.target is None else self.target.special_token_ids
 
 
+def check_some_left(unread: Skipped) -> None:
+    if +unread and not unread.kept:
+        said = "; ".join(line.strip() for line in unread.lines())
+        raise ValueError(
+            f"nothing usable is left of the {unread.total():,} documents read ({said}); capture them again"
+        )
+
+
 def open_source(args, ranks) -> Source:
     """What the settings name. ValueError: data, target and layers that do not fit together, with what to do."""
     paths = [Path(path) for path in args.data or ()]
@@ -68,7 +92,10 @@ def open_source(args, ranks) -> Source:
     if captured and (len(paths) > 1 or args.follow):
         raise ValueError(f"{captured[0]} holds captured states; it is read alone, without other --data or --follow")
     if captured:
-        return captured_source(args, captured[0], ranks)
+        source = captured_source(args, captured[0], ranks)
+        if ranks.rank == 0:
+            print(teacher_check(source, sampled(source)), flush=True)
+        return source
     if args.follow:
         return followed_source(args, ranks)
     target = open_target(args, ranks)
@@ -159,9 +186,11 @@ def captured_source(args, path: Path, ranks) -> Source:
     fitting = [d for d in (cut_to(d, args.row_tokens) for d in captured.documents) if anchors_of(d.loss_mask, 1)]
     if not fitting:
         raise ValueError(f"no document in {path} has a learned token within --row-tokens {args.row_tokens}; raise it")
-    skipped = captured.skipped | {"nothing to learn in the row": len(captured.documents) - len(fitting)}
-    reasons = ", ".join(f"{n:,} {reason}" for reason, n in skipped.items() if n) or "none"
-    ranks.print(f"data: {path} ({captured.kind}), layers {list(captured.aux_layers)} by output; left out: {reasons}")
+    kept = {d.source for d in fitting}
+    empty = [d.source for d in captured.documents if d.source not in kept]
+    captured.skipped.add("nothing to learn in the row", empty, len(empty))
+    said = f"data: {path} ({captured.kind}), layers {list(captured.aux_layers)} by output"
+    ranks.print("\n".join([said, *captured.skipped.lines()]))
     return Source(
         *split_documents(args, Documents.gather(fitting), ranks),
         captured.states,
@@ -174,6 +203,7 @@ def captured_source(args, path: Path, ranks) -> Source:
         ends,
         captured.draft_ids,
         on_disk=True,
+        unread=captured.unread,
     )
 
 
@@ -204,6 +234,56 @@ def followed_source(args, ranks) -> Source:
         ends,
         on_disk=True,
         follower=follower,
+        unread=follower.skipped,
+    )
+
+
+# ------------------------------------------------------------------------------------- are they the teacher's states?
+
+SAMPLE_DOCUMENTS, SAMPLE_PLACES = 16, 64  # of each, so that the head is applied to a thousand states at most
+
+
+def sampled(source: Source) -> list[tuple[Document, tuple[Tensor, Tensor]]]:
+    """Documents from all over the training ones, cut behind their first places that count, with their states."""
+    some = [d for d in source.training[:: -(-len(source.training) // SAMPLE_DOCUMENTS)] if len(taught_places(d))]
+    short = [cut_to(d, int(taught_places(d)[-1]) + 2) for d in some]
+    return [(d, states) for d, states in zip(short, source.states(short), strict=True) if states is not None]
+
+
+def taught_places(document: Document) -> Tensor:
+    """The first places whose state says what follows, that being known and learned from."""
+    return document.loss_mask[:-1].nonzero().flatten()[:SAMPLE_PLACES]
+
+
+@torch.no_grad()
+def teacher_check(source: Source, sample: list[tuple[Document, tuple[Tensor, Tensor]]]) -> str:
+    """How often the next token is the teacher's own choice, and how often by the states of another document: those of
+    the sample's next one, its n-th learned place for the n-th (a document alone is taken for two, its halves). With a
+    warning unless the former wins by more than chance (a sign test where just one is right, 2.5 sigma).
+    """
+    device = source.embed_tokens.weight.device
+    choices, follows = [], []
+    for document, (_, last) in sample:
+        at = taught_places(document)
+        for part in at.chunk(1 if len(sample) > 1 else 2):
+            choices.append(source.head(last[part.to(last.device)].to(device)).argmax(-1).cpu())
+            follows.append(document.tokens[part + 1])
+    right = [torch.zeros(0, 2)]
+    for mine, theirs, after in zip(choices, choices[1:] + choices[:1], follows, strict=True):
+        n = min(len(mine), len(theirs))
+        right.append(torch.stack([said[:n] == after[:n] for said in (mine, theirs)], dim=1).float())
+    right = torch.cat(right)
+    own, other = right.mean(0).nan_to_num().tolist()
+    line = (
+        f"teacher: its own choice is {own:.1%} of {len(right):,} learned tokens of {len(sample)} documents, "
+        f"{other:.1%} by another document's states"
+    )
+    gain = right[:, 0] - right[:, 1]
+    if gain.sum() > 2.5 * gain.abs().sum().sqrt():
+        return line
+    return line + (
+        "\nWARNING: the teacher is no better than with another document's states. A draft learns nothing from these: "
+        "they are random, of another model, misplaced, or not what the output head reads (final norm, last layer?)"
     )
 
 
@@ -319,7 +399,10 @@ class Rows:
         def read():
             for first in itertools.count(consumed + ranks.rank, self.args.accumulate * ranks.world):
                 numbers = range(first, first + self.args.accumulate * ranks.world, ranks.world)
-                yield [self.fill(self.batch(i)) for i in numbers]
+                window, unread = [self.fill(self.batch(i)) for i in numbers], self.source.unread
+                if unread is not None and unread.total() >= min(NOT_ONE, len(self.documents)):
+                    check_some_left(unread)
+                yield window
 
         with closing(prefetched(read(), 1) if self.source.on_disk else read()) as windows:
             for window in windows:
@@ -359,6 +442,7 @@ class FollowedRows:
         self.args, self.follower, self.make = args, source.follower, expected.make
         self.per_epoch, self.sizes, self.computed = expected.per_epoch, expected.sizes, expected.computed
         self.keys, self.held = {token_key(d.tokens) for d in source.held_out}, []
+        self.check = partial(teacher_check, source)
 
     def steps_after(self, consumed: int, per_step: int) -> int:
         return max(1, -(-(self.per_epoch - consumed) // per_step))
@@ -377,12 +461,15 @@ class FollowedRows:
             self.follower.done(document)
 
     def rows(self, arriving: Iterator) -> Iterator[list]:
-        pool, more = [], True
+        pool, more, is_first = [], True, True
         while more:
             arrived = next(arriving, None)
             more = arrived is not None
             pool += [arrived] if more else []
             if pool and (not more or sum(len(d.tokens) for d, _ in pool) >= POOL_ROWS * self.args.row_tokens):
+                if is_first and self.follower.rank == 0:
+                    print(self.check(pool[:SAMPLE_DOCUMENTS]), flush=True)
+                is_first = False
                 *full, last = self.pack(pool)
                 yield from full if more else [*full, last]
                 pool = last

@@ -6,9 +6,7 @@ Shapes: L tokens of a document, B documents, H the target's hidden size, V its v
 import inspect
 import json
 import math
-import os
 import random
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -29,6 +27,7 @@ from conversations import answered
 from data import Document, python_documents
 from draft_deepseek import RMSNorm
 from draft_kimi_k3 import KimiK3Eagle3Config, KimiK3Eagle3MLAAttention, KimiK3MLP
+from files import check_finite, naming, read_json, replace_with, to_json, weight_map
 
 CAPTURE_TOKENS = 4096  # padded tokens of one batch of capture
 
@@ -220,13 +219,57 @@ def load_target(path, aux_layers=None, trust_remote_code=False, device="cpu", dt
         raise ValueError(
             f"the weights in {path} lack {len(missing)} tensors ({', '.join(missing[:3])}); copy the directory again"
         )
-    return Target(model.to(device), aux_layers, load_tokenizer(path, trust_remote_code))
+    with naming(path, "copy the target again"):
+        check_finite(model.named_parameters())
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    try:
+        return Target(model.to(device), aux_layers, tokenizer)
+    except (TypeError, RuntimeError, IndexError) as error:  # a config.json that loads and does not run
+        raise unreadable(path, error) from error
 
 
 def check_directory(path: Path) -> None:
+    """ValueError unless there is a target, whose config.json, generation_config.json and index name what can be."""
     if not (path / "config.json").is_file():
         found = "has no config.json" if path.is_dir() else "is no directory"
         raise ValueError(f"no target in {path}: it {found}; give a local Hugging Face model directory")
+    for name in ("config.json", "generation_config.json"):
+        if (path / name).is_file():
+            config = read_json(path / name, ())
+            with naming(path / name, "copy the target's own"):
+                check_target_config(config)
+    weight_map(path)
+
+
+def check_target_config(config: dict) -> None:
+    """ValueError: a size or token that cannot be, at the outer level or of the text model."""
+    text = config.get("text_config")
+    if not isinstance(text, dict | None):
+        raise ValueError(f"text_config is {text!r}; a table is wanted")
+    config = config | {key: x for key, x in (text or {}).items() if x is not None}
+    check_counts(config, ("hidden_size", "vocab_size"))
+    check_counts(config, ("num_hidden_layers",), most=10_000)
+    stops = config.get("eos_token_id")
+    stops = stops if isinstance(stops, list) else [stops]
+    pad, bos, vocab = (config.get(key) for key in ("pad_token_id", "bos_token_id", "vocab_size"))
+    if any(x is not None and type(x) is not int for x in (pad, bos, *stops)):
+        raise ValueError(f"pad_token_id, bos_token_id, eos_token_id are {pad!r}, {bos!r}, {stops!r}; ids are wanted")
+    if pad is not None and vocab is not None and not 0 <= pad < vocab:
+        raise ValueError(f"pad_token_id is {pad}; it must lie in 0..{vocab - 1}, or be null")
+    for key in ("mla_use_nope", "tie_word_embeddings"):
+        if not isinstance(config.get(key), bool | None):
+            raise ValueError(f"{key} is {config[key]!r}; true or false is wanted")
+    eps = config.get("rms_norm_eps")
+    if eps is not None and (type(eps) not in (int, float) or not 0 <= eps < 1):
+        raise ValueError(f"rms_norm_eps is {eps!r}; a small number is wanted")
+
+
+def check_counts(config: dict, keys, most: int = 2**31) -> None:
+    """ValueError unless what a config.json says of these sizes are sizes; null is none."""
+    for key in keys:
+        x = config.get(key)
+        if x is not None and (type(x) is not int or not 1 <= x <= most):
+            raise ValueError(f"{key} is {x!r}; a whole number from 1 to {most} is wanted")
 
 
 def load_tokenizer(path: Path, trust_remote_code=False):
@@ -280,15 +323,18 @@ def tiny_target(preset: str, directory, seed: int = 0, progress: bool = True, st
     tokenizer = byte_tokenizer()
     reached = train_tiny(model, tokenizer, recipe, progress)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as parts:
-        half = Path(parts) / "half"
+
+    def write(half: Path) -> None:
         model.save_pretrained(half)
         tokenizer.save_pretrained(half)
-        (half / "tiny_target.json").write_text(json.dumps(recipe | reached) + "\n")
-        try:
-            os.rename(half, directory)  # whole or absent: a killed run leaves nothing that a later one would load
-        except OSError:
-            check_recipe(directory, recipe)  # another process was faster
+        (half / "tiny_target.json").write_text(to_json(recipe | reached) + "\n")
+
+    try:
+        replace_with(directory, write)
+    except OSError:
+        if not directory.exists():
+            raise
+        check_recipe(directory, recipe)  # another process was faster
     return directory
 
 

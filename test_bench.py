@@ -1,7 +1,7 @@
 """Claims about bench.py: what it compares is the same mathematics, and its formulas count what autograd really does."""
 
 import json
-import subprocess
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
+import bench_decode
 from bench import Baseline, Cell, Ours, make_batch, make_config
 from costs import key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
 from draft_deepseek import valid_slots
@@ -159,23 +160,11 @@ def test_answers_end_their_documents_and_make_up_the_share(share):
     assert valid_slots(batch.document, batch.loss_mask, 1).sum() <= batch.loss_mask.sum()
 
 
-def test_the_last_line_of_the_train_suite_is_json(tmp_path):
+def test_the_last_line_of_the_train_suite_is_json(tmp_path, capsys):
     out = tmp_path / "full.json"
-    command = [
-        sys.executable,
-        bench.__file__,
-        "--size",
-        "tiny",
-        "--row-tokens",
-        "64",
-        "--share",
-        "0.5",
-        "--rounds",
-        "1",
-    ]
-    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    result, full = json.loads(done.stdout.splitlines()[-1]), json.loads(out.read_text())
+    flags = ["--size", "tiny", "--row-tokens", "64", "--share", "0.5", "--rounds", "1", "--threads", "1", "--out"]
+    bench.main([*flags, str(out)])
+    result, full = json.loads(capsys.readouterr().out.splitlines()[-1]), json.loads(out.read_text())
     baseline, ours = result["rows"]
     assert (baseline["implementation"], ours["implementation"]) == ("baseline", "ours eager")
     assert baseline["faster"] == 1.0 and ours["faster"] > 0 and 0 < ours["mfu"] < 1
@@ -199,12 +188,62 @@ def test_the_shapes_suite_ends_in_json(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--rounds", "0"], ["--share", "1.5"], ["--row-tokens", "0"], ["--suite", "h200"]]
+    "arguments",
+    [
+        ["--rounds", "0"],
+        ["--share", "1.5"],
+        ["--row-tokens", "0"],
+        ["--suite", "h200"],
+        ["--row-tokens", "1000000"],
+        ["--row-tokens", "1000000000000"],
+        ["--threads", "1000000"],
+        ["--k", "1000"],
+        ["--temperature", "nan"],
+        ["--new-tokens", "1000000000"],
+        ["--prompts", ""],
+        ["--model", ""],
+        ["--run", ""],
+        ["--out", ""],
+    ],
 )
 def test_bad_input_is_named_with_exit_code_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        bench.main(arguments)
-    assert stop.value.code == 2 and arguments[0] in capsys.readouterr().err.splitlines()[-1]
+    assert bench.cli(arguments) == 2
+    said = capsys.readouterr().err
+    assert arguments[0] in said and said.count("\n") == 1
+
+
+def test_out_is_tried_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    (tmp_path / "there").write_text("mine")
+    monkeypatch.setattr(bench, "SUITES", dict.fromkeys(bench.SUITES))  # whatever would measure fails
+    for out, said in (
+        (tmp_path, "is a folder"),
+        (tmp_path / "there", "exists already"),
+        (tmp_path / "a" / "b", "no such"),
+    ):
+        assert bench.cli(["--out", str(out)]) == 2
+        assert said in capsys.readouterr().err and (tmp_path / "there").read_text() == "mine"
+
+    def full(**_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench.tempfile, "TemporaryFile", full)
+    assert bench.cli(["--out", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert "--out" in said and "No space left" in said and said.count("\n") == 1
+
+
+def test_caches_that_cannot_fit_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
+    flags = ["--suite", "decode", "--size", "tiny", "--batch", "4096", "--context", str(1 << 20)]
+    assert bench.cli(flags) == 2
+    assert "error: --batch 4096 rows of --context 1048576 need about" in capsys.readouterr().err
+
+
+def test_a_prompt_file_that_never_ends_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    args = bench.parse(["--suite", "decode", "--prompts", str(tmp_path / "fifo")])
+    with pytest.raises(ValueError, match="--prompts .* is a FIFO"):
+        bench_decode.load_prompts(args, None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -10,6 +10,10 @@ import json
 import os
 import random
 import re
+import socket
+import time
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import conversations
-from conversations import SPANS, TOO_LONG, Converter, read_conversations
+from conversations import SPANS, TOO_LONG, Converter, read_conversations, start_worker
 from data import Document, anchors_of, split
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -419,7 +423,7 @@ BAD = {
         ]
     ],
     "input_ids and loss_mask of different length": [{"input_ids": [1, 2], "loss_mask": [1]}],
-    "input_ids outside the tokenizer's vocabulary": [
+    "input_ids outside the vocabulary": [
         {"input_ids": [1, i], "loss_mask": [0, 1]} for i in (-1, 256 + len(SPECIAL), 2**40)
     ],
     "a loss_mask of other numbers than 0 and 1": [{"input_ids": [1, 2], "loss_mask": [0, 2]}],
@@ -485,6 +489,101 @@ def test_files_of_every_kind_and_folders_in_order(tmp_path):
         read_conversations([last], tokenizer, 64, reasoning="drop")
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json"])
+def test_what_never_ends_or_is_no_file_is_refused_by_name(tmp_path, suffix, monkeypatch):
+    tokenizer, path = byte_tokenizer(TEMPLATES["V3"]), tmp_path / f"x.{suffix}"
+    os.mkfifo(path)
+    for given in (path, tmp_path):  # named, or met in a folder
+        with pytest.raises(ValueError, match=rf"--data .*x\.{suffix} is a FIFO"):
+            read_conversations([given], tokenizer, 64, progress=False)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.chdir(tmp_path)  # a socket's path has little room
+        server.bind(path.name)
+        with pytest.raises(ValueError, match="is a socket"):
+            read_conversations([path], tokenizer, 64, progress=False)
+    with pytest.raises(ValueError, match="--data /dev/zero is a device"):
+        read_conversations(["/dev/zero"], tokenizer, 64, progress=False)
+
+
+def test_a_gz_of_any_size_takes_bounded_memory(tmp_path, monkeypatch):
+    """32 MB of newlines between two conversations, and pieces of a MB."""
+    good, path = json.dumps(GOOD).encode() + b"\n", tmp_path / "x.jsonl.gz"
+    monkeypatch.setattr(conversations, "PIECE", 1 << 20)
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for blob in (good, *[b"\n" * (1 << 22)] * 8, good):
+            file.write(blob)
+    tracemalloc.start()
+    documents, report = read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report.read == report.used == 2 and peak < 25e6
+    assert [documents[i].source for i in (0, 1)] == [f"{path}:1", f"{path}:{2 + (8 << 22)}"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "json"])
+def test_a_line_without_end_is_refused(tmp_path, suffix, monkeypatch):
+    monkeypatch.setattr(conversations, "PIECE", 1000)
+    monkeypatch.setattr(conversations, "LINE", 5000)
+    blob, path = json.dumps(GOOD).encode() + b"\n" + b"x" * 50_000, tmp_path / f"x.{suffix}"
+    path.write_bytes(gzip.compress(blob) if suffix.endswith("gz") else blob)
+    with pytest.raises(ValueError, match=rf"--data .*x\.{suffix} has a line of more than"):
+        read_conversations([path], byte_tokenizer(TEMPLATES["V3"]), 64, progress=False)
+
+
+def test_marks_of_byte_order(tmp_path):
+    tokenizer, path = byte_tokenizer(TEMPLATES["V3"]), tmp_path / "x.json"
+    for text in (json.dumps(GOOD) + "\n" + json.dumps(GOOD), json.dumps([GOOD, GOOD])):
+        path.write_text(text, encoding="utf-8-sig")
+        assert read_conversations([path], tokenizer, 64, progress=False)[1].used == 2
+        path.write_text(text, encoding="utf-16")
+        with pytest.raises(ValueError, match="x.json is UTF-16"):
+            read_conversations([path], tokenizer, 64, progress=False)
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("where", ["here", "in a thread", pytest.param("in processes", marks=pytest.mark.slow)])
+def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
+    monkeypatch.setattr(conversations, "TEMPLATE_SECONDS", 0.3)
+    tokenizer, path = byte_tokenizer(LOOPS), write(tmp_path / "x.jsonl", GOOD)
+    tokenizer.name_or_path = "looping"
+    if where == "in processes":
+        monkeypatch.setattr(conversations, "start_worker", start_impatient_worker)
+        paths, workers = [path, write(tmp_path / "y.jsonl", GOOD)], 2
+    else:
+        paths, workers = [path], 1
+
+    def read():
+        with pytest.raises(ValueError, match=r"template of looping takes more than 0.3 s at a conv.* of .*x.jsonl"):
+            read_conversations(paths, tokenizer, 64, progress=False, workers=workers)
+
+    if where == "in a thread":
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(read).result(30)
+    else:
+        read()
+    for _ in range(20):  # nothing of it is left to hit what comes later
+        time.sleep(0.02)
+    good = byte_tokenizer(TEMPLATES["V3"])
+    assert read_conversations([path], good, 64, progress=False)[1].used == 1 and not conversations.LIMIT.left
+    with pytest.raises(ValueError, match="template of looping takes more .* at corpus:0"):
+        conversations.answered(tokenizer, [("Q", "A")])
+
+
+def start_impatient_worker(state):
+    conversations.TEMPLATE_SECONDS = 0.3
+    start_worker(state)
+
+
+def test_a_template_that_explodes_is_skipped_with_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "TEXT", 1000)
+    path = write(tmp_path / "x.jsonl", GOOD)
+    with pytest.raises(ValueError, match="x.jsonl is usable: 1 x the chat template makes more than 1,000 characters"):
+        read_conversations([path], byte_tokenizer("{% for i in range(9999) %}x{% endfor %}"), 64, progress=False)
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_random_bytes_are_counted_not_fatal(tmp_path, suffix):
     rng = random.Random(1)
@@ -520,7 +619,7 @@ def test_nothing_that_a_line_holds_raises(name):
     records = [planted(rng, rng.choice([chat, GOOD, {"input_ids": [1, 2], "loss_mask": [0, 1]}])) for _ in range(150)]
     for reasoning in ("train", "mask"):
         made = Converter(byte_tokenizer(TEMPLATES[name]), reasoning).convert(json.dumps(records).encode(), is_list=True)
-        assert made.read == 150 == len(set(made.records.tolist())) + sum(made.skipped.values())
+        assert made.read == 150 == len(set(made.records.tolist())) + sum(n for n, _ in made.skipped.values())
         assert all(mask[1:].any() for mask in np.split(made.loss_mask, made.lengths.cumsum()[:-1]) if len(mask))
 
 
@@ -624,3 +723,17 @@ def test_the_split_is_by_content_and_the_same_for_every_seed_and_order(tmp_path)
         split(few[:2], 0.5)
     with pytest.raises(ValueError, match="between 0 and 1"):
         split(few, np.nan)
+
+
+def test_what_is_skipped_is_named_by_file_and_line(tmp_path):
+    bad = [GOOD, "broken", *[{"input_ids": [1, 2], "loss_mask": [0, 2]}] * 5, GOOD]
+    mask = "a loss_mask of other numbers than 0 and 1"
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        path = write(tmp_path / "bad.jsonl", *bad)
+        documents, report = read_conversations([path], byte_tokenizer(FAILS), 64, cache=cache, progress=False)
+        assert len(documents) == 2 and report.skipped == {"invalid JSON": 1, mask: 5}
+        said = "\n".join(report.lines())
+        assert f"skipped 1: invalid JSON ({path}:2)" in said
+        assert f"skipped 5: {mask} ({path}:3, {path}:4, {path}:5, ...)" in said
+    with pytest.raises(ValueError, match=re.escape(f"1 x invalid JSON ({path}:1)")):
+        read_conversations([write(path, "broken")], byte_tokenizer(FAILS), 64, progress=False)

@@ -10,12 +10,14 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import sources
 import train
-from data import python_documents
+from data import draft_vocabulary_map, python_documents
 from draft_deepseek import TTTLoss
 from drafts import make_draft
 from settings import Settings, resolve
@@ -107,11 +109,11 @@ def run(runs, name, *flags):
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """100 conversations as messages and the same number in ShareGPT's form, some of them of no use."""
-    folder, pairs = tmp_path_factory.mktemp("chats"), python_documents(True)[:196]
-    messages = [{"messages": turns(p[:90], a[:120], "again", a[120:200] or "b")} for p, a in pairs[:98]]
+    """50 conversations as messages and the same number in ShareGPT's form, some of them of no use."""
+    folder, pairs = tmp_path_factory.mktemp("chats"), python_documents(True)[:96]
+    messages = [{"messages": turns(p[:90], a[:120], "again", a[120:200] or "b")} for p, a in pairs[:48]]
     shared = [
-        {"conversations": [{"from": "human", "value": p[:90]}, {"from": "gpt", "value": a[:99]}]} for p, a in pairs[98:]
+        {"conversations": [{"from": "human", "value": p[:90]}, {"from": "gpt", "value": a[:99]}]} for p, a in pairs[48:]
     ]
     messages += [{"messages": turns("a question without an answer")}, {"messages": []}]
     shared += [
@@ -125,13 +127,13 @@ def chats(tmp_path_factory):
 
 def test_conversations_train_end_to_end(runs, chats, capsys):
     files = chats / "messages.jsonl", chats / "shared.jsonl"
-    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 20, "--batch-rows", 4)
+    lines = run(runs, "chats", "--data", *files, "--epochs", 1, "--eval-every", 10, "--batch-rows", 4)
     said = capsys.readouterr().out
-    assert "196 of 200 conversations" in said and "no assistant turn" in said and "an unknown role" in said
+    assert "96 of 100 conversations" in said and "no assistant turn" in said and "an unknown role" in said
     assert "the prompt fills the row" in said and "warning: the target would have said only" in said
     assert sum(line["supervised"] for line in lines) > 0 and lines[-1]["loss"] < lines[0]["loss"]
     evaluations = [json.loads(line) for line in (runs / "chats" / "eval.jsonl").read_text().splitlines()]
-    assert [x["step"] for x in evaluations] == list(range(20, len(lines), 20)) and evaluations
+    assert [x["step"] for x in evaluations] == list(range(10, len(lines), 10)) and evaluations
     result = json.loads((runs / "chats" / "result.json").read_text())
     assert result["by_position"].keys() == {"0-2K"} and result["by_position"]["0-2K"]["walked"] == result["walked"]
 
@@ -140,7 +142,13 @@ def test_a_dry_run_says_what_a_run_needs_and_leaves_nothing(runs, chats, capsys)
     before = sorted(path for path in runs.rglob("*") if "tokens" not in path.parts)
     train.main(["--runs", str(runs), "--name", "dry", *SHORT, "--data", str(chats), "--dry-run", "--epochs", "2"])
     said = capsys.readouterr().out
-    assert "196 of 200" in said and "slots an epoch" in said and "times the" in said and "GB a rank" in said and "FLOP" in said
+    assert (
+        "96 of 100" in said
+        and "slots an epoch" in said
+        and "times the" in said
+        and "GB a rank" in said
+        and "FLOP" in said
+    )
     assert sorted(path for path in runs.rglob("*") if "tokens" not in path.parts) == before
 
 
@@ -193,7 +201,7 @@ def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captur
     arriving, output = tmp_path / "arriving", tmp_path / "output"
     arriving.mkdir()
     files = sorted((captured / "hidden_states").glob("*.safetensors"))
-    for path in files[:40]:
+    for path in files[:30]:
         shutil.copy(path, arriving)
     flags = ["--data", chats, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--follow", arriving]
     argv = ["--runs", str(runs), "--name", "waiting", *SHORT, *map(str, flags)]
@@ -205,8 +213,8 @@ def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captur
     os.kill(process.pid, signal.SIGTERM)
     assert "interrupted" in finish(process, output, 130)
     done = log.read_text().count("\n")
-    assert (runs / "waiting" / "checkpoints" / f"step-{done:08d}").exists() and len(list(arriving.iterdir())) < 40
-    for path in files[40:]:
+    assert (runs / "waiting" / "checkpoints" / f"step-{done:08d}").exists() and len(list(arriving.iterdir())) < 30
+    for path in files[30:]:
         shutil.copy(path, arriving)
     (arriving / "STOP").touch()
     finish(start([*argv, "--resume"], output), output, 0)
@@ -222,7 +230,7 @@ def test_a_stream_of_other_texts_is_given_up_and_kept(runs, chats, captured, tmp
     flags = ["--data", other, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--follow", arriving]
     with pytest.raises(ValueError, match="none of the first 10 files"):
         run(runs, "other", *flags)
-    assert len([path for path in arriving.iterdir() if path.suffix in (".safetensors", ".unknown")]) == 196
+    assert len([path for path in arriving.iterdir() if path.suffix in (".safetensors", ".unknown")]) == 96
     with pytest.raises(ValueError, match="--follow-gb is 0.001"):  # it would wait for a pause to end that it asked for
         run(runs, "little", *flags, "--follow-gb", 0.001)
     empty = tmp_path / "empty"
@@ -237,6 +245,30 @@ def test_data_that_begins_with_what_is_learned_has_no_prompt_to_decode_but_train
     (tmp_path / "ids.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert run(runs, "no-prompt", "--data", tmp_path / "ids.jsonl", "--steps", 2)
     assert (runs / "no-prompt" / "draft").exists()
+
+
+def with_nan(path):
+    """A captured file, its states no numbers."""
+    held = load_file(path)
+    save_file(held | {"hidden_states": held["hidden_states"].fill_(float("nan"))}, path)
+
+
+def test_states_that_are_no_numbers_are_named_and_never_trained_on(runs, captured, tmp_path, capsys, monkeypatch):
+    folder = shutil.copytree(captured, tmp_path / "states")
+    flags = ["--data", folder, "--model", runs / "tiny-deepseek-v3", "--draft-vocab", 96, "--skip-damaged"]
+    paths = sorted((folder / "hidden_states").iterdir())
+    for path in paths[::3]:
+        with_nan(path)
+    run(runs, "some-nan", *flags, "--steps", 9)
+    said = capsys.readouterr().out.partition("left out of")[2]
+    assert "damaged (" in said and "its states hold NaN or Inf" in said and f"{folder}/hidden_states/hs_" in said
+    for path in paths:
+        with_nan(path)
+    monkeypatch.setattr(sources, "NOT_ONE", 4)
+    for steps in (1, 100):  # fewer documents than a run gives up after, and more
+        with pytest.raises(ValueError, match="nothing usable is left of .*its states hold NaN or Inf"):
+            run(runs, f"all-nan-{steps}", *flags, "--steps", steps)
+        assert not (runs / f"all-nan-{steps}" / "draft").exists()
 
 
 class FakeVLLM(BaseHTTPRequestHandler):
@@ -257,7 +289,7 @@ class FakeVLLM(BaseHTTPRequestHandler):
         with open(f"{path}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self.answer({"choices": [], "kv_transfer_params": {"hidden_states_path": str(path)}})  # before it is there
-            time.sleep(0.3 * (len(self.server.seen) == 98))
+            time.sleep(0.3 * (len(self.server.seen) == 48))
             save_file({"hidden_states": hidden, "token_ids": tokens}, path)
 
     def answer(self, value):
@@ -295,10 +327,10 @@ def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured,
     one = [chats / "messages.jsonl"]
     flags = ["--runs", runs, *SHORT, "--data", *one, "--model", model]
     train.main([*map(str, flags), "--send", url, str(vllm.folder)])
-    assert (vllm.folder / "STOP").exists() and len(vllm.seen) == 98
-    assert len(list(vllm.folder.glob("*.safetensors"))) == 98  # the last one, too, though it came late
+    assert (vllm.folder / "STOP").exists() and len(vllm.seen) == 48
+    assert len(list(vllm.folder.glob("*.safetensors"))) == 48  # the last one, too, though it came late
     train.main([*map(str, flags), "--send", url, str(vllm.folder)])  # all were sent: nothing is sent twice
-    assert len(vllm.seen) == 98
+    assert len(vllm.seen) == 48
     how = ["--model", model, "--draft-vocab", 96, "--steps", 4, "--lr", 2e-3]
     lines = run(runs, "sent", "--data", vllm.folder, *how)
     online = run(runs, "sent-online", "--data", *one, *how)
@@ -325,3 +357,55 @@ def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured,
 def test_data_that_cannot_be_used_is_one_line(runs, flags, said, capsys):
     argv = ["--runs", str(runs), "--name", "bad", *SHORT, "--documents", "20", *flags]
     assert said in complaint(argv, capsys) and not (runs / "bad").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("map.json", b"[" * 3000, "RecursionError"),
+        ("map.json", b'{"selected_token_ids": [0.5, 1.5]}', "whole numbers"),
+        ("map.json", b'{"selected_token_ids": [[0], [1]]}', "whole numbers"),
+        ("map.json", b'{"selected_token_ids": [true, false]}', "whole numbers"),
+        ("map.json", b'{"selected_token_ids": null}', "NoneType"),
+        ("map.json", b'{"selected_token_ids": [1180591620717411303424]}', "verflow"),
+        ("map.json", b"[]", "TypeError"),
+        ("map.json", b"\xff\xfe", "map.json cannot be used"),
+        ("d2t.npy", b"\x93NUMPY", "d2t.npy cannot be used"),
+        ("d2t.npy", np.array([0.0, 1.0]), "whole numbers"),
+        ("d2t.npy", np.array([{}], dtype=object), "allow_pickle"),
+        ("map.pt", {"d2t": torch.tensor([0.0, 0.5])}, "whole numbers"),
+        ("map.pt", {"d2t": [0, 0]}, "no row of offsets d2t"),
+        ("map.pt", torch.zeros(3), "no row of offsets d2t"),
+        ("map.pt", {"d2t": torch.zeros(3, 3, dtype=torch.long)}, "no row of offsets d2t"),
+        ("map.pt", b"\x80\x04junk", "map.pt cannot be used"),
+        ("map.pt", b"", "map.pt cannot be used"),
+        ("map.safetensors", b"\xff" * 40, "map.safetensors cannot be used"),
+        ("map.txt", b"1 2 3", "map.txt cannot be used"),
+    ],
+)
+def test_a_damaged_vocabulary_map_is_named_in_one_line(tmp_path, name, content, said):
+    path = tmp_path / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, np.ndarray):
+        np.save(path, content, allow_pickle=True)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=said) as caught:
+        draft_vocabulary_map(path, 12)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_pickle_of_a_vocabulary_map_is_executed_and_no_fifo_waited_for(tmp_path):
+    class Planted:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "executed"),)
+
+    torch.save({"d2t": Planted()}, tmp_path / "map.pt")
+    with (tmp_path / "d2t.npy").open("wb") as file:
+        np.lib.format.write_array(file, np.array([Planted()], dtype=object), allow_pickle=True)
+    os.mkfifo(tmp_path / "fifo.pt")
+    for name, said in (("map.pt", "map.pt cannot"), ("d2t.npy", "d2t.npy cannot"), ("fifo.pt", "is a FIFO")):
+        with pytest.raises(ValueError, match=said):
+            draft_vocabulary_map(tmp_path / name, 12)
+    assert not (tmp_path / "executed").exists()

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from draft_deepseek import DeepseekV3Eagle3DraftModel, export_config, export_state
+from draft_deepseek import DeepseekV3Eagle3DraftModel, Eagle3MLAConfig, export_config, export_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from drafts import PRESETS, draft_config, export, load_draft, make_draft
+from drafts import PRESETS, SIZES, draft_config, export, load_draft, make_draft, save_checkpoint
 from settings import Settings, resolve
 from sources import open_source
 
@@ -116,8 +116,141 @@ def test_a_damaged_weight_file_is_named(runs, tiny, trained, tmp_path):
     file = start / "model-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     for load in (load_draft, lambda path: make_draft(settings(runs, init=str(path)), tiny, 96)):
-        with pytest.raises(ValueError, match="model-00000.safetensors is damaged"):
+        with pytest.raises(ValueError, match="model-00000.safetensors cannot be used"):
             load(start)
+
+
+# ------------------------------------------------------------------------------ of which kind, trained on which layers
+
+
+@pytest.fixture(scope="module")
+def nope(runs, tmp_path_factory):
+    """An export of a draft without RoPE, and its target."""
+    source = open_source(settings(runs, target="kimi-k3"), train.Ranks())
+    path = tmp_path_factory.mktemp("nope") / "draft"
+    export(make_draft(settings(runs, target="kimi-k3"), source, 96), path, "float32")
+    return path, source
+
+
+def test_a_draft_of_the_other_kind_is_refused_by_what_it_is(runs, tiny, trained, nope):
+    without, k3 = nope
+    for start, target, source, draft, hint in (
+        (without, "deepseek-v3", tiny, "auto", "take a draft of this target"),
+        (without, "deepseek-v3", tiny, "deepseek", "take a draft of this target"),
+        (without, "kimi-k3", k3, "deepseek", "--draft deepseek"),
+        (trained, "kimi-k3", k3, "auto", "--draft deepseek"),
+    ):
+        given = settings(runs, init=str(start), target=target, draft=draft)
+        with pytest.raises(ValueError, match=f"^--init has .*RoPE|none.*{hint}") as error:
+            make_draft(given, source, 96)
+        assert "\n" not in str(error.value) and "missing" not in str(error.value)
+    served = make_draft(settings(runs, init=str(trained), target="kimi-k3", draft="deepseek"), k3, 96)
+    assert type(served) is DeepseekV3Eagle3DraftModel
+    assert type(make_draft(settings(runs, init=str(without), target="kimi-k3"), k3, 96)) is KimiK3Eagle3DraftModel
+
+
+def test_drafts_are_told_apart_by_mla_use_nope(nope, trained, tmp_path):
+    without, _ = nope
+    config = json.loads((without / "config.json").read_text())
+    assert config["mla_use_nope"] is True
+    for i, changes in enumerate(({"mla_use_nope": None}, {"model_type": "deepseek_v2"}, {})):  # exports of all ages
+        assert type(load_draft(rewritten(without, tmp_path / str(i), **changes))) is KimiK3Eagle3DraftModel
+    assert type(load_draft(rewritten(trained, tmp_path / "r", mla_use_nope=False))) is DeepseekV3Eagle3DraftModel
+    for kind in (config, KimiK3Eagle3DraftModel.config_class.from_any(config)):
+        with pytest.raises(ValueError, match="mla_use_nope is true"):
+            DeepseekV3Eagle3DraftModel(kind)
+    with pytest.raises(ValueError, match="mla_use_nope is true"):
+        Eagle3MLAConfig(**{key: config[key] for key in Eagle3MLAConfig.required_keys()}, mla_use_nope=True)
+
+
+@pytest.mark.parametrize(
+    ("ids", "fits"), [([2, 3, 4], True), (None, True), ([2, 5, 6], False), ([1, 2, 3], True), ([1, 2, 4], False)]
+)
+def test_a_draft_starts_on_the_layers_that_it_was_trained_on(runs, tiny, trained, tmp_path, ids, fits):
+    """The data has 1, 2, 3 by output. Ids that begin with 1 may be meant so, others are by input."""
+    for name, config in (("top", {"eagle_aux_hidden_state_layer_ids": ids}), ("nested", {})):
+        nested = None if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+        given = settings(runs, init=str(rewritten(trained, tmp_path / name, eagle_config=nested, **config)))
+        if fits:
+            assert make_draft(given, tiny, 96).config.eagle_aux_hidden_state_layer_ids is None
+        else:
+            with pytest.raises(ValueError, match=rf"layers \[{', '.join(map(str, ids))}\].* data has \[2, 3, 4\]"):
+                make_draft(given, tiny, 96)
+    other = tiny._replace(aux_layers=(0, 2, 5))
+    with pytest.raises(ValueError, match=r"layers \[2, 3, 4\] \(the default\).* data has \[1, 3, 6\]"):
+        make_draft(settings(runs, init=str(trained)), other, 96)
+
+
+# -------------------------------------------------------------------------------------------- files that cannot be used
+
+WRONG = {key: ("64", 6.5, -1, 0, True, [64], 10**12) for key in ("hidden_size", "vocab_size")}
+WRONG |= {key: ("4", -4, 0, 2.0, [4], 10**12) for key in SIZES}
+WRONG |= {"num_hidden_layers": ("x", 0, -1), "rms_norm_eps": ("x", -1.0, float("nan"), True)}
+WRONG |= {"pad_token_id": (262, -1, 2**40, "x", 1.5), "eos_token_id": ("x", [1, "y"], {}), "bos_token_id": ([1], 0.5)}
+WRONG |= {"rope_theta": ("x", -1.0, 0, 1, float("inf")), "rope_scaling": ([1], "yarn", {"type": 7}, {"factor": "x"})}
+WRONG |= {key: ("yes", 1, []) for key in ("mla_use_nope", "fc_norm", "norm_output", "tie_word_embeddings")}
+WRONG |= {"eagle_aux_hidden_state_layer_ids": (3, "2", ["a"], [1.0], {}), "eagle_config": (3, [1])}
+WRONG |= {"text_config": (3, [1])}
+
+
+def test_no_value_in_a_drafts_config_is_a_traceback(runs, tiny, trained, tmp_path):
+    start = rewritten(trained, tmp_path / "start")
+    good = json.loads((start / "config.json").read_text())
+    for key, values in WRONG.items():
+        for value in values:
+            (start / "config.json").write_text(json.dumps(good | {key: value}))
+            for load in (load_draft, lambda path: make_draft(settings(runs, init=str(path)), tiny, 96)):
+                with pytest.raises(ValueError) as error:
+                    load(start)
+                assert "\n" not in str(error.value), (key, value)
+    for key, size in (("intermediate_size", 2**31), ("v_head_dim", 10**6), ("max_position_embeddings", 2**31)):
+        (start / "config.json").write_text(json.dumps(good | {key: size}))
+        if key.startswith("max"):
+            load_draft(start)
+            continue
+        with pytest.raises(ValueError, match="config.json says .* weights, .* are there"):
+            load_draft(start)
+    for text in ("", "[]", "{", "null", '{"hidden_size"', "\x00\x01"):
+        (start / "config.json").write_text(text)
+        with pytest.raises(ValueError, match="config.json"):
+            load_draft(start)
+
+
+def test_a_drafts_index_is_held_to_its_files(runs, trained, tmp_path):
+    start = rewritten(trained, tmp_path / "start", shards=2)
+    names = {k: f"model-{i % 2:05d}.safetensors" for i, k in enumerate(load_file(trained / "model.safetensors"))}
+    index = start / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    (start / "other.safetensors").write_bytes(b"not of this draft")
+    assert_same_weights(load_draft(start), trained)
+    for wrong in ("x.safetensors", "../start/model-00000.safetensors", 3, None, "/etc/passwd", "config.json"):
+        index.write_text(json.dumps({"weight_map": names | {"fc.weight": wrong}}))
+        with pytest.raises(ValueError, match="model.safetensors.index.json cannot be used"):
+            load_draft(start)
+    for text in ("", "[]", "{}", '{"weight_map": []}', '{"weight_map": 3}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match="model.safetensors.index.json cannot be used"):
+            load_draft(start)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_every_reader_and_writer(runs, tiny, trained, tmp_path, value):
+    start = rewritten(trained, tmp_path / "start")
+    state = load_file(start / "model-00000.safetensors")
+    state["layers.0.mlp.up_proj.weight"][3, 5] = value
+    save_file(state, start / "model-00000.safetensors")
+    for load in (load_draft, lambda path: make_draft(settings(runs, init=str(path)), tiny, 96)):
+        with pytest.raises(ValueError, match="NaN or Inf in 1 of its tensors .layers.0.mlp.up_proj.weight"):
+            load(start)
+    draft = load_draft(trained)
+    draft.lm_head.weight.data[0, 0] = value
+    optimizer = torch.optim.AdamW(draft.parameters())
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="NaN or Inf in 1 of its tensors .lm_head.weight"):
+        export(draft, tmp_path / "out", "bfloat16")
+    with pytest.raises(ValueError, match="step-00000004 cannot be used .NaN or Inf in 1 .*lm_head.weight"):
+        save_checkpoint(tmp_path / "run", draft, optimizer, 4, 4, 1)
+    assert not list((tmp_path / "run").iterdir()) and not (tmp_path / "out").exists()
 
 
 def real(preset, **config):

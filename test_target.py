@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,30 +18,20 @@ import data
 import target as target_module
 from conversations import answered
 from data import python_documents
+from ends import load_ends
 from target import PAD, Target, byte_tokenizer, default_aux_layers, load_target, orthogonalise, tiny_target
 
 PRESETS = ["deepseek-v3", "kimi-k3"]
 
 
-@pytest.fixture(scope="session", autouse=True)
-def short_training():
-    """Tiny targets train on little text here; what they are does not depend on it."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_module, "BATCH_TOKENS", 512)
-        patch.setattr(target_module, "python_documents", lambda held_out, seed=0: python_documents(True, seed)[:40])
-        yield
+@pytest.fixture
+def tiny(tiny_targets):
+    return tiny_targets
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """Directories of both tiny targets, hardly trained."""
-    folder = tmp_path_factory.mktemp("targets")
-    return {preset: tiny_target(preset, folder / preset, progress=False, steps=3) for preset in PRESETS}
-
-
-@pytest.fixture(scope="session")
-def held_out(tiny):
-    tokenizer = load_target(tiny["deepseek-v3"]).tokenizer
+def held_out(tiny_targets):
+    tokenizer = load_target(tiny_targets["deepseek-v3"]).tokenizer
     return answered(tokenizer, python_documents(held_out=True)[:12])
 
 
@@ -223,6 +214,83 @@ def test_a_damaged_directory_is_one_clear_error(tmp_path, damage, message):
     with pytest.raises(ValueError, match=message) as error:
         load_target(path)
     assert str(path) in str(error.value)
+
+
+def nested(path: Path) -> None:
+    """Rewrites config.json in the form of Kimi K3's: all about the text model one level down."""
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({"model_type": config["model_type"], "text_config": config}))
+
+
+WRONG = {"hidden_size": ("32", 1.5, -1, 0, True, 10**12), "num_hidden_layers": ("x", -1, 0, 10**9, [7])}
+WRONG |= {"vocab_size": (-5, 0, "50", 50.0), "rms_norm_eps": ("x", -1.0, []), "text_config": (3, "x", [1])}
+WRONG |= {"pad_token_id": (50, -1, "x", 2**40, [1]), "eos_token_id": ("x", [1, "y"], 1.5, {}), "bos_token_id": ("x",)}
+WRONG |= {"tie_word_embeddings": ("no", 3), "mla_use_nope": ("yes", 1)}
+
+
+@pytest.mark.parametrize("load", [load_target, load_ends])
+def test_no_value_in_a_targets_configs_is_a_traceback(tmp_path, load):
+    path = llama(tmp_path / "model")
+    load(path)
+    good = (path / "config.json").read_text()
+    for key, values in WRONG.items():
+        for value in values:
+            for form in (lambda path: None, nested):
+                edit_config(path, **{key: value})
+                if key != "text_config":
+                    form(path)
+                with pytest.raises(ValueError, match="config.json cannot be used") as error:
+                    load(path)
+                assert "\n" not in str(error.value), (key, value)
+                (path / "config.json").write_text(good)
+    for text in ("", "[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null, "2"]}', '{"pad_token_id": 1.5}'):
+        (path / "generation_config.json").write_text(text)
+        with pytest.raises(ValueError, match="generation_config.json cannot be used"):
+            load(path)
+
+
+@pytest.mark.parametrize("load", [load_target, load_ends])
+def test_a_targets_index_is_held_to_its_files(tmp_path, load):
+    path = llama(tmp_path / "model")
+    LlamaForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="20KB")
+    (path / "model.safetensors").unlink()
+    load(path)
+    index = path / "model.safetensors.index.json"
+    good = json.loads(index.read_text())
+    name = "model.norm.weight"
+    for wrong in ("nothing.safetensors", "../model/" + good["weight_map"][name], "/etc/passwd", 3, None, "config.json"):
+        index.write_text(json.dumps(good | {"weight_map": good["weight_map"] | {name: wrong}}))
+        with pytest.raises(ValueError, match="model.safetensors.index.json cannot be used"):
+            load(path)
+    for text in ("", "[]", "{}", '{"weight_map": []}'):
+        index.write_text(text)
+        with pytest.raises(ValueError, match="model.safetensors.index.json cannot be used"):
+            load(path)
+
+
+def test_an_index_that_is_wrong_is_blamed_and_not_the_file(tmp_path):
+    path = llama(tmp_path / "model")
+    LlamaForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="20KB")
+    index = path / "model.safetensors.index.json"
+    held = json.loads(index.read_text())
+    others = sorted({*held["weight_map"].values()} - {held["weight_map"]["model.norm.weight"]})
+    held["weight_map"]["model.norm.weight"] = others[0]
+    index.write_text(json.dumps(held))
+    with pytest.raises(
+        ValueError, match=f"index.json says that {others[0]} holds model.norm.weight, which it does not"
+    ):
+        load_ends(path)
+
+
+@pytest.mark.parametrize("load", [load_target, load_ends])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight", "model.embed_tokens.weight"])
+def test_weights_that_are_not_finite_are_refused(tmp_path, load, name):
+    path = llama(tmp_path / "model")
+    state = load_file(path / "model.safetensors")
+    state[name].view(-1)[3] = float("nan")
+    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"NaN or Inf in 1 of its tensors .{name}"):
+        load(path)
 
 
 def cut_file(path: Path, end: int) -> None:

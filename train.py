@@ -15,7 +15,6 @@ import dataclasses
 import fcntl
 import functools
 import itertools
-import json
 import math
 import os
 import shutil
@@ -26,9 +25,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from entry import ending, guard_loading, handle_signals, interrupt
+
 # OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
 # on the same cores. Read when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+if __name__ in ("__main__", "__mp_main__"):  # what follows takes seconds to load
+    guard_loading(__name__)
 
 import torch
 import torch.distributed as dist
@@ -37,12 +40,12 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from capture import send, write_capture
-from costs import even_workload, matrix_rate, model_flops, step_memory
+from costs import even_workload, matrix_rate, memory_of, model_flops, step_memory
 from decode import BUCKETS, Accepted, Drafter, choose_verifier, speculative, walk_by_bucket
 from draft_deepseek import BLOCK, Metrics, RowChunks, TTTLoss, anchor_mask, attend, block_index
 from drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
-from files import replace_with
-from settings import DRAFT_VOCAB, Settings, is_built_in, parse, resolve
+from files import is_part, remove, remove_parts, replace_with, to_json
+from settings import DRAFT_VOCAB, Settings, flag, is_built_in, parse, resolve
 from sources import Batch, FollowedRows, Rows, Source, conversations, make_rows, open_source
 from target import Target, load_tokenizer
 
@@ -50,9 +53,9 @@ from target import Target, load_tokenizer
 
 
 def main(argv=None) -> None:
-    given, instead = parse(argv)
+    handle_signals(interrupt)  # unwinds, whatever is being done
+    given, instead = parse(argv, __doc__)
     transformers_logging.disable_progress_bar()  # one for every file that is read or written
-    signal.signal(signal.SIGTERM, interrupt)  # unwinds, whatever is being done
     if instead.export:
         return export(load_draft(instead.export[0]), Path(instead.export[1]), given.export_dtype)
     args = resolve(given)
@@ -71,6 +74,7 @@ def main(argv=None) -> None:
         ranks.print(plan(args, ranks, source, draft, rows))
         if instead.dry_run:
             return
+        check_memory(args, step_bytes(args, draft))
         loss = TTTLoss(draft, args.ttt_steps, args.loss)
         compile_loss(loss, args.compile)
         check = functools.partial(evaluate, args, ranks, loss, held_out)
@@ -78,18 +82,22 @@ def main(argv=None) -> None:
         begin = load_checkpoint(run, draft, optimizer, args.device)
         write_settings(ranks, run, given)  # those that the run really goes on with
         train(args, ranks, run, loss, rows, optimizer, begin, check)
-        if source.follower is not None and +source.follower.skipped:
-            print(f"left out of {args.follow}: {dict(+source.follower.skipped)}")
         result = check()
+        source.report_unread(args, ranks)
         if ranks.rank == 0:
             result |= decode_for_real(args, source, draft)
-            if is_servable(draft):
-                export(draft, run / "draft", args.export_dtype)
-            report(args, run, result)
+            finish(args, run, draft, result)
 
 
-def interrupt(number, frame):
-    raise KeyboardInterrupt
+def finish(args: Settings, run: Path, draft: nn.Module, result: dict) -> None:
+    """The draft and, last, result.json: with both of them a run is complete, killed before it does this again."""
+    for stale in (run / "result.json", run / "draft"):
+        if stale.exists():
+            remove(stale)
+    if is_servable(draft):
+        export(draft, run / "draft", args.export_dtype)
+    replace_with(run / "result.json", lambda half: half.write_text(to_json(result) + "\n"))
+    report(args, run, result)
 
 
 class Ranks(NamedTuple):
@@ -166,14 +174,14 @@ def open_run(given: Settings, ranks: Ranks):
     if ranks.rank > 0:
         yield run
         return
-    is_new = not run.exists()
+    is_new = not run.exists() or given.resume and is_untouched(run)
     if given.resume and is_new:
         print(f"{run} does not exist yet: a new run, with the settings given now")
     if given.resume and not is_new and not (run / "settings.json").is_file():
         raise ValueError(f"{run} has no settings.json, so it is no run that can be resumed; name another")
     if not is_new and not given.resume:
         raise ValueError(f"{run} exists already; --resume goes on with it, another --name starts anew")
-    if (run / "draft").exists():
+    if (run / "draft").exists() and (run / "result.json").exists():
         raise ValueError(f"{run} is complete, its draft is in {run / 'draft'}; start another --name")
     run.mkdir(parents=True, exist_ok=True)
     with (run / "lock").open("w") as lock:
@@ -181,10 +189,12 @@ def open_run(given: Settings, ranks: Ranks):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another process trains in {run}; choose another --name or stop that one") from None
-        if is_new:
-            write_settings(ranks, run, given)
-        print(f"run: {run}", flush=True)
+        for folder in (run, run / "checkpoints"):
+            remove_parts(folder)
         try:
+            if is_new:
+                write_settings(ranks, run, given)
+            print(f"run: {run}", flush=True)
             yield run
         except Exception:
             if is_new and not (run / "log.jsonl").exists():
@@ -192,9 +202,14 @@ def open_run(given: Settings, ranks: Ranks):
             raise
 
 
+def is_untouched(run: Path) -> bool:
+    """A run that was stopped before it had settings."""
+    return run.is_dir() and all(path.name == "lock" or is_part(path) for path in run.iterdir())
+
+
 def write_settings(ranks: Ranks, run: Path, given: Settings) -> None:
     if ranks.rank == 0:
-        settings = json.dumps(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
+        settings = to_json(dataclasses.asdict(given) | {"torch": torch.__version__}, indent=1)
         replace_with(run / "settings.json", lambda half: half.write_text(settings + "\n"))
 
 
@@ -221,14 +236,13 @@ def send_conversations(args: Settings, url: str, out: str) -> None:
 def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: Rows | FollowedRows) -> str:
     """What the run will be, and what it needs by formula: rows, fill, steps, memory, hours at the matrix rate."""
     cfg, t, s = draft.config, args.row_tokens, args.ttt_steps
-    trained, frozen = (sum(p.numel() for p in draft.parameters() if p.requires_grad == x) for x in (True, False))
+    trained, memory = parameters_of(draft, trained=True), step_bytes(args, draft)
     tokens, anchors = (sum(column) for column in zip(*rows.sizes, strict=True))
     learned = source.training.learned
     per_step, batches = args.accumulate * ranks.world, rows.per_epoch
     steps = args.steps or rows.steps_after(0, per_step)
     epochs, count = steps * per_step / batches, batches * args.batch_rows
     c = 2 if args.precision == "bfloat16" else 4
-    memory = sum(step_memory(cfg, trained, frozen, args.batch_rows * t, args.chunk / t, c, "ours", s).values())
     width = len(source.aux_layers) * source.hidden_size + source.width
     keys = int(sum(a * s * (n - a / 2) for n, a in rows.sizes))  # answers end their documents
     flops = epochs * sum(model_flops(cfg, **even_workload(tokens, anchors, learned, keys, s)).values())
@@ -245,6 +259,28 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
         f"cost: about {memory / 1e9:,.1f} GB a rank besides the target, {flops:.1e} FLOP, {hours:,.2g} h if all ran "
         f"at the matrix rate of {args.device}"
     )
+
+
+def parameters_of(draft: nn.Module, trained: bool) -> int:
+    return sum(p.numel() for p in draft.parameters() if p.requires_grad == trained)
+
+
+def step_bytes(args: Settings, draft: nn.Module) -> int:
+    """Of an optimizer step at its peak; only the current micro-batch lies on the device."""
+    t, c = args.row_tokens, 2 if args.precision == "bfloat16" else 4
+    counts = [parameters_of(draft, x) for x in (True, False)]
+    slots, chunk = args.batch_rows * t, args.batch_rows * args.chunk
+    return sum(step_memory(draft.config, *counts, slots, chunk, c, steps=args.ttt_steps).values())
+
+
+def check_memory(args: Settings, needed: int) -> None:
+    """ValueError where a step cannot fit, even into all the memory of the device."""
+    if needed > (there := memory_of(args.device)):
+        shape = ("row_tokens", "batch_rows", "chunk", "ttt_steps")
+        raise ValueError(
+            f"a step needs about {needed / 1e9:,.1f} GB, {args.device} has {there / 1e9:,.1f}; take less of "
+            f"{', '.join(f'{flag(name)} {getattr(args, name)}' for name in shape)}"
+        )
 
 
 def is_servable(draft: nn.Module) -> bool:
@@ -353,7 +389,8 @@ class Log:
     def __exit__(self, *error):
         if self.first:
             for file in self.files:
-                file.close()
+                with contextlib.suppress(OSError):  # what a full disk did not take was said
+                    file.close()
 
     def steps(self):
         """Step numbers to come, shown by a bar; without end where the data's length is not known for sure."""
@@ -372,7 +409,7 @@ class Log:
         now = time.perf_counter()
         line["tokens_per_second"], self.start = line["supervised"] / (now - self.start), now
         if self.first:
-            print(json.dumps({"step": step} | line), file=self.files[0], flush=True)
+            self.append(0, {"step": step} | line)
             speed = f"{line['tokens_per_second']:,.0f}"
             self.bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
             seen = step - self.done
@@ -384,9 +421,16 @@ class Log:
                 f"{', '.join(line['skipped'][:8])}; {self.run / 'log.jsonl'} names that of all of them"
             )
 
+    def append(self, file: int, line: dict) -> None:
+        try:
+            print(to_json(line), file=self.files[file], flush=True)
+        except OSError as error:
+            name, reason = self.files[file].name, error.strerror
+            raise OSError(f"{name} cannot be written ({reason}); --resume goes on from the last checkpoint") from error
+
     def evaluation(self, step: int, result: dict) -> None:
         if self.first:
-            print(json.dumps({"step": step} | result), file=self.files[1], flush=True)
+            self.append(1, {"step": step} | result)
             tqdm.write(f"step {step}, held out: simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
         self.start = time.perf_counter()
 
@@ -557,7 +601,6 @@ def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
 
 
 def report(args: Settings, run: Path, result: dict) -> None:
-    (run / "result.json").write_text(json.dumps(result) + "\n")
     k = args.ttt_steps
     print(f"\nheld out, greedy, chains of {k}, {result['slots']:,} slots:")
     print(f"  accept length   simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
@@ -582,18 +625,7 @@ def report(args: Settings, run: Path, result: dict) -> None:
 
 def cli(argv=None) -> int:
     """main with its failures as one line and an exit code."""
-    try:
-        main(argv)
-    except ValueError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        return 2 if isinstance(error, NotADirectoryError | FileExistsError | PermissionError) else 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; --resume with the run's --name goes on, or --capture and --send again", file=sys.stderr)
-        return 130
-    return 0
+    return ending("train.py", main, argv, "; --resume with the run's --name goes on, or --capture and --send again")
 
 
 if __name__ == "__main__":
