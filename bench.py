@@ -56,7 +56,7 @@ from transformers.utils import logging as transformers_logging
 import bench_decode
 import draft_deepseek
 from costs import FORMS, clock, even_workload, matrix_rate, memory_of, model_flops, saved, step_memory, workload
-from draft_deepseek import DeepseekV3Eagle3DraftModel, TTTLoss, build_rows
+from draft_deepseek import DeepseekV3Eagle3DraftModel, RowChunks, TTTLoss, default_chunk
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
 from files import replace_with
 from settings import OneLineParser, as_path
@@ -89,6 +89,8 @@ class Cell:
     compile: str = "off"
     threads: int = 2
     rounds: int = 3
+    chunk: int | None = None  # anchors of a chunk; None: what training takes
+    baseline: bool = True
     memory_of: str | None = None  # an implementation; None: the times of all
 
     def __str__(self):
@@ -216,26 +218,30 @@ def shift(x: Tensor, fill=0) -> Tensor:
 
 
 class Ours:
-    def __init__(self, draft, mode: str = "off"):
-        self.draft, self.mode, self.ttt_loss = draft, mode, TTTLoss(draft, STEPS, step_decay=STEP_DECAY)
+    def __init__(self, draft, mode: str = "off", chunk: int | None = None):
+        self.draft, self.mode, self.size = draft, mode, chunk
+        self.ttt_loss = TTTLoss(draft, STEPS, step_decay=STEP_DECAY)
         compile_loss(self.ttt_loss, mode)
 
     def prepare(self, batch: Batch) -> tuple:
         *row, head = batch
-        rows = build_rows(self.draft.draft_ids, *row, lambda x: F.linear(x, head), steps=STEPS)
-        return (rows if self.mode != "off" else rows._replace(block_mask=None),)  # FlexAttention is slow uncompiled
+        chunk = self.size or default_chunk(batch.tokens.shape[1], batch.features.device)
+        return (RowChunks(self.draft.draft_ids, *row, lambda x: F.linear(x, head), steps=STEPS, chunk=chunk),)
 
-    def __call__(self, rows) -> Tensor:
-        if self.mode != "off" and rows.tokens.is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
-        return self.ttt_loss(rows)[0]
+    def __call__(self, rows: RowChunks) -> Tensor:
+        """Adds the gradients too; the loss is detached."""
+        return self.ttt_loss.learn(rows)[0]
 
 
 def implementations(cell: Cell, draft) -> dict:
-    make = {"baseline": lambda: Baseline(draft), "ours eager": lambda: Ours(draft)}
+    make = {"baseline": lambda: Baseline(draft), "ours eager": lambda: Ours(draft, chunk=cell.chunk)}
     if cell.compile != "off":
-        make["ours compiled"] = lambda: Ours(draft, cell.compile)
-    return {name: build() for name, build in make.items() if cell.memory_of in (None, name)}
+        make["ours compiled"] = lambda: Ours(draft, cell.compile, cell.chunk)
+    return {
+        name: build()
+        for name, build in make.items()
+        if cell.memory_of in (None, name) and (cell.baseline or name != "baseline")
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------- agreement
@@ -250,7 +256,7 @@ def check(cell: Cell, draft, batch: Batch, impls: dict) -> None:
         pairs = [("baseline", "ours eager", short, make_batch(short, draft))]
         pairs += [("ours eager", "ours compiled", cell, batch)]
     for want, got, cell, batch in pairs:
-        if got in impls:
+        if {want, got} <= impls.keys():
             wrong = differences(*(gradients(cell, draft, batch, impls[name]) for name in (want, got)), cell.dtype)
             if wrong:
                 raise Disagreement(f"{cell}: {got} differs from {want}: {'; '.join(wrong)}")
@@ -265,8 +271,14 @@ def gradients(cell: Cell, draft, batch: Batch, implementation) -> dict[str, Tens
     draft.zero_grad(set_to_none=False)
     with autocast(cell):
         loss = implementation(*implementation.prepare(batch))
-    loss.backward()
+    backward(loss)
     return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in draft.named_parameters() if p.requires_grad}
+
+
+def backward(loss: Tensor) -> None:
+    """Ours has done it: it learns chunk by chunk."""
+    if loss.requires_grad:
+        loss.backward()
 
 
 def differences(want: dict[str, Tensor], got: dict[str, Tensor], dtype: str) -> list[str]:
@@ -326,7 +338,7 @@ def measure(cell: Cell) -> dict:
 
 
 def one_step(cell: Cell, draft, batch: Batch, implementation) -> tuple[float, ...]:
-    """Seconds of the teacher, of zero_grad and the forward, of the backward."""
+    """Seconds of the counts or the teacher, of zero_grad and the forward (of ours: of the whole step), the backward."""
     marks = [clock(cell.device)]
     prepared = implementation.prepare(batch)
     marks.append(clock(cell.device))
@@ -334,7 +346,7 @@ def one_step(cell: Cell, draft, batch: Batch, implementation) -> tuple[float, ..
     with autocast(cell):
         loss = implementation(*prepared)
     marks.append(clock(cell.device))
-    loss.backward()
+    backward(loss)
     marks.append(clock(cell.device))
     return tuple(after - before for before, after in itertools.pairwise(marks))
 
@@ -381,26 +393,29 @@ def resident(key: str) -> int:
 def breakdown(cell: Cell, draft, batch: Batch, ours: Ours) -> dict[str, float]:
     """Seconds of the pieces of one step of ours, eager, none containing another.
 
-    The fused loss makes its own gradients, so they are in `loss`; `backward` holds what the diagonal recomputes. On
-    CUDA the attention's backward is in `backward` too, and waiting for the device around each piece makes them longer.
+    The fused loss makes its own gradients, so they are in `loss`; `keys` is their two forwards. `backward` of chunks
+    and keys holds what is made again there and, on CUDA, the attention's. Waiting for the device around each piece
+    makes them longer.
     """
     optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-4)
     places = (
         (draft_deepseek, "attend", "attention"),
         (draft_deepseek, "attend_cpu_backward", "attention backward"),
         (draft_deepseek, "loss_and_gradients", "loss"),
+        (RowChunks, "teacher", "teacher"),
+        (Tensor, "backward", "backward"),
+        (draft_deepseek.Leaves, "backward", "backward"),
         (ours.ttt_loss, "step", lambda s, *_: "later steps" if s else "step 0"),
-        (ours.ttt_loss, "unroll", "all-slot keys"),
+        (ours.ttt_loss, "keys", "keys"),
     )
     watch = Stopwatch(cell)
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in places:
             stack.enter_context(patch.object(owner, attribute, watch.wrap(name, getattr(owner, attribute))))
-        prepared = watch.wrap("teacher", ours.prepare)(batch)
+        prepared = watch.wrap("counts", ours.prepare)(batch)
         draft.zero_grad(set_to_none=False)
         with autocast(cell):
-            loss = watch.wrap("rest of the forward", ours)(*prepared)
-        watch.wrap("backward", loss.backward)()
+            watch.wrap("rest", ours)(*prepared)
         watch.wrap("optimizer", optimizer.step)()
     return watch.seconds
 
@@ -429,6 +444,7 @@ class Stopwatch:
 
 def suite_shapes(args) -> dict:
     """The real drafts on the meta device: nothing is allocated."""
+    chunk_of = lambda slots: args.chunk or default_chunk(slots, "cuda")  # noqa: E731
     rows, t, places = [], 4096, list(itertools.product((4096, 32768, 131072), (0.25, 1.0)))
     work = even_workload(t, t, t, STEPS * t * (t + 1) // 2, STEPS)
     for size, reduced in itertools.product(("deepseek-v3", "kimi-k2.5", "kimi-k3"), (True, False)):
@@ -443,17 +459,21 @@ def suite_shapes(args) -> dict:
         row["saved_bytes"] = {form: saved(cfg, 2, STEPS, form)._asdict() for form in FORMS}
         row["memory"] = {
             f"T {slots} {share:.0%}": {
-                form: step_memory(cfg, trained, frozen, slots, share, 2, form, STEPS) for form in FORMS
+                form: step_memory(
+                    cfg, trained, frozen, slots, min(chunk_of(slots), round(share * slots)), 2, form, STEPS
+                )
+                for form in FORMS
             }
             for slots, share in places
         }
         rows.append(row)
-    print_shapes(rows)
+    chunks = {slots: chunk_of(slots) for slots, _ in places}
+    print_shapes(rows, ", ".join(f"{chunk:,} at T {slots:,}" for slots, chunk in chunks.items()))
     drafts = [{key: x for key, x in row.items() if key not in ("memory", "saved_bytes")} for row in rows]
-    return {"suite": "shapes", "steps": STEPS, "drafts": drafts, "cells": rows}
+    return {"suite": "shapes", "steps": STEPS, "chunks": chunks, "drafts": drafts, "cells": rows}
 
 
-def print_shapes(rows: list[dict]) -> None:
+def print_shapes(rows: list[dict], chunks: str) -> None:
     print(f"The real drafts by formula: S {STEPS}, bf16 activations, float32 weights, gradients and AdamW moments.\n")
     table, memory = [], []
     for row in rows:
@@ -468,9 +488,10 @@ def print_shapes(rows: list[dict]) -> None:
     print_table(head, table)
     print(
         "GFLOP/token: forward and backward of a supervised token, all of T 4096 supervised. cache: ours / K/V lists.\n"
-        "saved for the backward: ours / --recompute step / K/V lists in the dense form (per slot; each step's log-\n"
+        "saved for the backward: ours, of one chunk / K/V lists in the dense form (per slot; each step's log-\n"
         "probabilities and copy of the teacher included, T x T scores not).\n\n"
-        "GB of a training step, by T and supervised share: ours / --recompute step / dense with its T x T scores.\n"
+        "GB of a training step, by T and supervised share: ours in chunks / dense with its T x T scores.\n"
+        f"Anchors of a chunk: {chunks}.\n"
     )
     print_table(("draft", "Vd", *rows[0]["memory"]), memory)
 
@@ -520,6 +541,7 @@ def check_memory(cell: Cell) -> None:
 
 def train_cells(args) -> list[Cell]:
     base = Cell(device=args.device, threads=args.threads, rounds=args.rounds, compile=args.compile, size=args.size)
+    base = replace(base, chunk=args.chunk, baseline=not args.no_baseline)
     if args.suite == "h200":
         base = replace(base, size="deepseek-v3", dtype="bfloat16", slots=4096)
         return [base, replace(base, slots=32768, share=0.25)]
@@ -543,7 +565,7 @@ def train_rows(cell: Cell, result: dict) -> list[dict]:
             row |= dict(zip(("teacher_s", "forward_s", "backward_s"), medians, strict=True))
             row["step_s"] = statistics.median(total[name])
             row |= {"tokens_per_s": result["work"]["taught"] / row["step_s"], "mfu": floor / row["step_s"]}
-        if times and total["baseline"]:
+        if times and total.get("baseline"):
             row["faster_by_round"] = [a / b for a, b in zip(total["baseline"], total[name], strict=True)]
             row["faster"] = statistics.median(row["faster_by_round"])
         if row["peak_bytes"] and result["peak_bytes"].get("baseline"):
@@ -597,30 +619,6 @@ def suite_decode(args) -> dict:
 SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train, "decode": suite_decode}
 
 
-def hopper_case(size="deepseek-v3", slots=4096, steps=STEPS, recompute="none"):
-    """The step of a real draft in bf16, all slots supervised, for a compile check under fake CUDA tensors.
-
-    Returns (function, its inputs), to be compiled with fullgraph and differentiated: no GPU is touched.
-    """
-    kind = "kimi-k3" if size == "kimi-k3" else "deepseek-v3"
-    with torch.device("cuda"):
-        draft = DRAFTS[kind](make_config(kind, size))
-        slot = torch.arange(slots)[None]
-        document, index = torch.zeros_like(slot), torch.zeros(steps, 1, slots, dtype=torch.long)
-        features = torch.zeros(1, slots, 3 * draft.config.hidden_size, dtype=torch.bfloat16)
-        teacher, counts = torch.zeros(1, slots, draft.config.draft_vocab_size), torch.ones(steps)
-    draft.freeze_embeddings()
-    loss = TTTLoss(draft, steps, recompute=recompute)
-    blocks = draft_deepseek.block_index(draft_deepseek.anchor_mask(slot, document), slots)
-    rows = draft_deepseek.RowBatch(slot, document, slot, features, slot, teacher, index, index.bool(), counts, blocks)
-
-    def step(rows):
-        with torch.autocast("cuda", torch.bfloat16):
-            return loss(rows)[0]
-
-    return step, (rows,)
-
-
 def parse(argv=None) -> argparse.Namespace:
     parser = OneLineParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=SUITES, default="train")
@@ -630,6 +628,8 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--draft", nargs="+", choices=DRAFTS, help="default deepseek-v3")
     parser.add_argument("--size", choices=SIZES, default="mid")
     parser.add_argument("--row-tokens", nargs="+", type=int, metavar="T", help="default 2048")
+    parser.add_argument("--chunk", type=int, metavar="C", help="anchors of a chunk, default what training takes")
+    parser.add_argument("--no-baseline", action="store_true", help="ours alone: its T x T scores soon fit nowhere")
     parser.add_argument("--share", nargs="+", type=float, help="supervised shares, default 0.25 1")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
@@ -644,6 +644,7 @@ def parse(argv=None) -> argparse.Namespace:
         parser.error("--suite h200 measures on a GPU: add --device cuda, or take --suite shapes for the formulas")
     bounds = [
         ("row-tokens", args.row_tokens or [64], 64, 1 << 20),
+        ("chunk", [args.chunk or 1], 1, 1 << 20),
         ("rounds", [args.rounds], 1, 10_000),
         ("threads", [args.threads], 1, 1024),
         *bench_decode.bounds(args),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draft_deepseek import valid_slots
+from draft_deepseek import PIECE, valid_slots
 from draft_kimi_k3 import KimiK3Eagle3Config
 
 # -------------------------------------------------------------------------------------------------------------- FLOPs
@@ -61,12 +61,11 @@ def model_flops(cfg, slots, pairs, later_pairs, keys_read, own_keys_read, superv
 
 class Saved(NamedTuple):
     """Bytes that eager autograd keeps for the backward, per slot, per anchor and per pair of slots (T x T), besides
-    parameters and batch; `remade` per anchor: what the backward makes again, one step at a time."""
+    parameters, batch and, of ours, the keys that chunks read."""
 
     slot: int
     anchor: int = 0
     pair: int = 0
-    remade: int = 0
 
 
 def saved_pieces(cfg, c: int) -> dict[str, int]:
@@ -89,18 +88,15 @@ def saved_pieces(cfg, c: int) -> dict[str, int]:
     }
 
 
-def saved_by_ours(cfg, c: int, steps: int, recompute: str = "none") -> Saved:
+def saved_by_ours(cfg, c: int, steps: int) -> Saved:
+    """Per slot by `keys`, per anchor by `chunk`: the two never lie there together."""
     h, n, keep = cfg.hidden_size, cfg.num_attention_heads, saved_pieces(cfg, c)
-    latent, query_in = cfg.kv_lora_rank + cfg.qk_rope_head_dim, cfg.q_lora_rank or n * cfg.qk_head_dim
-    features_and_embedding = keep["norm"] + (4 + c) * h + (c * h if c < 4 else 0)
-    token_half = c * (query_in + latent) + keep["gate"]
-    slot = features_and_embedding + token_half + keep["latent"] + keep["keys"]
+    latent = cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    slot = keep["norm"] + (4 + c) * h + keep["latent"] + c * latent
     step = 2 * keep["norm"] + keep["query"] + 2 * keep["values"] + 4 * n + keep["gate"] + keep["mlp"] + 8
     cache = (steps - 1) * c * latent  # each later step keeps the cache as it was
     diagonal = keep["latent"] + keep["values"] + keep["gate"] + (4 + c % 4) * n + cache
     states = steps * (4 * (2 * h + 1) + c * h) + 24
-    if recompute == "step":
-        return Saved(slot, states + steps * c * h + (steps - 1) * cache, remade=step + diagonal)
     return Saved(slot, states + steps * step + (steps - 1) * diagonal)
 
 
@@ -114,29 +110,68 @@ def saved_by_baseline(cfg, c: int, steps: int) -> Saved:
     return Saved(steps * step + shared + columns * probability, pair=steps * probability)
 
 
-FORMS = ("ours", "step", "dense")  # ours, ours with --recompute step, the baseline
+FORMS = ("ours", "dense")  # ours in chunks, the baseline
 
 
 def saved(cfg, c: int, steps: int, form: str) -> Saved:
-    if form == "dense":
-        return saved_by_baseline(cfg, c, steps)
-    return saved_by_ours(cfg, c, steps, "step" if form == "step" else "none")
+    return saved_by_baseline(cfg, c, steps) if form == "dense" else saved_by_ours(cfg, c, steps)
+
+
+def key_numbers(cfg) -> int:
+    """Numbers of `Keys` per slot: features, token halves, step-0 keys and values."""
+    n, latent = cfg.num_attention_heads, cfg.kv_lora_rank + cfg.qk_rope_head_dim
+    gate = n * cfg.v_head_dim if isinstance(cfg, KimiK3Eagle3Config) and cfg.mla_use_output_gate else 0
+    token = (cfg.q_lora_rank or n * cfg.qk_head_dim) + latent + gate
+    return cfg.hidden_size + token + n * (cfg.qk_head_dim + cfg.v_head_dim)
 
 
 def step_memory(
-    cfg, trained: int, frozen: int, slots: int, share: float, c: int, form: str, steps: int = 7
+    cfg, trained: int, frozen: int, slots: int, chunk: int, c: int, form: str = "ours", steps: int = 7
 ) -> dict[str, int]:
-    """Bytes of a training step at its peak. The dense form is counted without its target logits and temporaries."""
-    anchors, vocab, keep = round(share * slots), cfg.draft_vocab_size, saved(cfg, c, steps, form)
-    rows = max(-(-steps * anchors // 16), min(512, steps * anchors))  # of logits, probabilities and their gradients
-    loss = 0 if form == "dense" else rows * vocab * (20 + c % 4) + 4 * vocab * cfg.hidden_size
-    return {
+    """Bytes of a training step at its peak, by what they hold; slots of all rows, `chunk` anchors of all rows.
+
+    Ours has two phases, of which the larger is returned: a chunk's backward, and the backward of the keys. The dense
+    form is counted without its target logits and temporaries.
+    """
+    fixed = {
         "weights": 4 * (trained + frozen) + (c % 4) * trained,
         "gradients and AdamW": 12 * trained,
         "batch": slots * (cfg.num_aux_hidden_states + 1) * cfg.target_hidden_size * c,
-        "saved": slots * keep.slot + anchors * keep.anchor + slots**2 * keep.pair,
-        "teacher": 4 * vocab * (slots if form == "dense" else anchors),
-        "temporary": max(loss, anchors * keep.remade),
+    }
+    if form == "dense":
+        keep = saved(cfg, c, steps, form)
+        return fixed | {"saved": slots * keep.slot + slots**2 * keep.pair, "teacher": 4 * cfg.draft_vocab_size * slots}
+    fixed |= {"keys": slots * key_numbers(cfg) * c, "gradients of the keys": slots * key_numbers(cfg) * 4}
+    phases = chunk_memory(cfg, slots, chunk, c, steps), keys_memory(cfg, slots, c, steps)
+    return fixed | max(phases, key=lambda phase: sum(phase.values()))
+
+
+def chunk_memory(cfg, slots: int, chunk: int, c: int, steps: int) -> dict[str, int]:
+    """What a chunk adds: each step writes gradients of all keys and values, which are added to those of the steps
+    before; the token halves' and the features' are made once."""
+    vocab, n, rows = cfg.draft_vocab_size, cfg.num_attention_heads, min(512, steps * chunk)
+    twice = n * (cfg.qk_head_dim + cfg.v_head_dim)
+    logits = rows * vocab * (12 + c % 4 + 2 * (c % 4))  # z, q, p, and the gradient and what made z in bf16
+    head = vocab * cfg.hidden_size * (4 + 4 + c % 4)  # its gradient, a piece's share of it, the head in bf16
+    return {
+        "saved": chunk * saved_by_ours(cfg, c, steps).anchor,
+        "teacher": 4 * vocab * (chunk + steps - 1),
+        "one step's keys and their sum": slots * c * (key_numbers(cfg) + twice),
+        "logits": logits + head,
+    }
+
+
+def keys_memory(cfg, slots: int, c: int, steps: int) -> dict[str, int]:
+    """What the backward of the keys adds: a piece of them is made once more, its gradients cast, and those of the
+    up-projection put together."""
+    slots, n = min(slots, PIECE), cfg.num_attention_heads
+    views = n * (cfg.qk_nope_head_dim + cfg.v_head_dim)  # v is a view of the whole up-projection
+    made = key_numbers(cfg) - n * cfg.v_head_dim + views
+    return {
+        "saved": slots * saved_by_ours(cfg, c, steps).slot,
+        "keys made again": slots * c * made,
+        "their gradients, cast": slots * (c % 4) * key_numbers(cfg),
+        "gradient of the up-projection": slots * c * 2 * views,  # assembled, and laid out for the product
     }
 
 

@@ -213,9 +213,8 @@ def step_bytes(args: Settings, draft: nn.Module) -> int:
     """Of an optimizer step at its peak; only the current micro-batch lies on the device."""
     t, c = args.row_tokens, 2 if args.precision == "bfloat16" else 4
     counts = [parameters_of(draft, x) for x in (True, False)]
-    return sum(
-        step_memory(draft.config, *counts, args.batch_rows * t, args.chunk / t, c, "ours", args.ttt_steps).values()
-    )
+    slots, chunk = args.batch_rows * t, args.batch_rows * args.chunk
+    return sum(step_memory(draft.config, *counts, slots, chunk, c, steps=args.ttt_steps).values())
 
 
 def check_memory(args: Settings, needed: int) -> None:

@@ -8,8 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from bench import Baseline, Ours, make_batch, make_config
-from costs import model_flops, saved_by_baseline, saved_by_ours, workload
-from draft_deepseek import build_rows
+from costs import key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
 from tests.helpers import TINY_CELL
 
 
@@ -23,51 +22,54 @@ def saved_bytes(fn, exclude) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         result = fn()
-    assert result.requires_grad
+    assert any(x.requires_grad for x in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(x))
     return sum(x.untyped_storage().nbytes() for address, x in found.items() if address not in known)
 
 
-def saved_at(name: str, c: int, slots: int, anchors: int | None = None, recompute: str = "none") -> int:
-    """What the baseline, or ours with `anchors`, keeps at the tiny size with c bytes per number."""
-    cell = replace(TINY_CELL, draft=name, slots=slots, share=0.1, dtype="bfloat16" if c == 2 else "float32")
+def saved_at(name: str, c: int, part: str, slots: int, chunk: int = 80) -> int:
+    """What the baseline, or the keys or a chunk of ours, keeps at the tiny size with c bytes per number."""
+    cell = replace(TINY_CELL, draft=name, slots=slots, share=1.0, dtype="bfloat16" if c == 2 else "float32")
     draft = bench.make_draft(cell)
-    batch = make_batch(cell, draft)
-    if anchors is None:
-        implementation = Baseline(draft)
-        prepared = implementation.prepare(batch)
-    else:
-        implementation, (*row, head) = Ours(draft), batch
-        implementation.ttt_loss.recompute = recompute
-        prepared = (build_rows(draft.draft_ids, *row, lambda x: x @ head.T, steps=bench.STEPS, anchors=anchors),)
-    flat = [x for part in prepared for x in (part if isinstance(part, tuple) else [part]) if torch.is_tensor(x)]
+    batch, ours, baseline = make_batch(cell, draft), Ours(draft, chunk=chunk), Baseline(draft)
     with bench.autocast(cell):
-        return saved_bytes(lambda: implementation(*prepared), [*draft.parameters(), *flat])
+        if part == "baseline":
+            given, function = baseline.prepare(batch), baseline
+        else:
+            (rows,), loss = ours.prepare(batch), ours.ttt_loss
+            given, function = (rows.tokens, rows.position, rows.features), loss.keys
+        if part == "chunk":
+            given = loss.read(rows).keys, next(iter(rows))
+            function = lambda keys, rows: loss.chunk(keys, rows)[0]  # noqa: E731
+        flat = [x for x in torch.utils._pytree.tree_leaves(given) if torch.is_tensor(x)]
+        return saved_bytes(lambda: function(*given), [*draft.parameters(), *flat])
 
 
 @pytest.mark.parametrize("c", [4, 2])
 @pytest.mark.parametrize("name", bench.DRAFTS)
 def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
     cfg = make_config(name, "tiny")
-    base = saved_at(name, c, 128, 80)
-    ours = saved_by_ours(cfg, c, bench.STEPS)
-    assert saved_at(name, c, 128, 110) - base == 30 * ours.anchor
-    assert saved_at(name, c, 192, 80) - base == 64 * ours.slot
-    first, second, third = (saved_at(name, c, slots) for slots in (64, 128, 192))
-    dense = saved_by_baseline(cfg, c, bench.STEPS)
+    ours, dense = (formula(cfg, c, bench.STEPS) for formula in (saved_by_ours, saved_by_baseline))
+    base = saved_at(name, c, "chunk", 128)
+    assert saved_at(name, c, "chunk", 128, 110) - base == 30 * ours.anchor
+    assert saved_at(name, c, "chunk", 192) == base  # nothing that grows with the row
+    assert saved_at(name, c, "keys", 192) - saved_at(name, c, "keys", 128) == 64 * ours.slot
+    first, second, third = (saved_at(name, c, "baseline", slots) for slots in (64, 128, 192))
     assert third - 2 * second + first == 2 * 64**2 * dense.pair
     assert second - first == 64 * dense.slot + (128**2 - 64**2) * dense.pair
 
 
+
+
+@pytest.mark.parametrize("c", [4, 2])
 @pytest.mark.parametrize("name", bench.DRAFTS)
-def test_saved_bytes_with_recompute_step(name):
-    """The checkpoint also holds the token half [T,..] and the mask's two bounds [A], in lists that no hook sees."""
-    cfg = make_config(name, "tiny")
-    base, ours = saved_at(name, 4, 128, 80, "step"), saved_by_ours(cfg, 4, bench.STEPS, "step")
-    gate = cfg.num_attention_heads * cfg.v_head_dim if name == "kimi-k3" else 0
-    token_half = 4 * (cfg.q_lora_rank + cfg.kv_lora_rank + cfg.qk_rope_head_dim + gate)
-    assert saved_at(name, 4, 192, 80, "step") - base == 64 * (ours.slot - token_half)
-    assert 0 <= 30 * ours.anchor - (saved_at(name, 4, 128, 110, "step") - base) <= 30 * 2 * 8
-    assert ours.anchor + ours.remade < saved_by_ours(cfg, 4, bench.STEPS).anchor / 2
+def test_numbers_of_the_keys_by_formula_are_those_that_chunks_read(name, c):
+    cell = replace(TINY_CELL, draft=name, dtype="bfloat16" if c == 2 else "float32")
+    draft = bench.make_draft(cell)
+    ours = Ours(draft)
+    with bench.autocast(cell):
+        leaves = ours.ttt_loss.read(*ours.prepare(make_batch(cell, draft)))
+    for keys, width in ((leaves.keys, c), (leaves.gradients, 4)):
+        assert sum(x.nbytes for x in keys if x is not None) == cell.slots * key_numbers(draft.config) * width
 
 
 @pytest.mark.parametrize("name", bench.DRAFTS)
