@@ -4,7 +4,7 @@
     python bench.py --full --out bench.json         both drafts, T 512-4096, 10-100%, packed or not
     python bench.py --suite shapes                  the real drafts by formula: no GPU, little memory
     python bench.py --device cuda --suite h200      two shapes of the DeepSeek-V3 draft, compiled
-    python bench.py --suite decode                  drafting, and decoding with a trained draft: see bench_decode.py
+    python bench.py --suite decode                  drafting, decoding with a trained draft (measuring/decoding.py)
 
 A step is the teacher, zero_grad, forward and backward; the optimizer is apart, in the breakdown. The teacher counts for
 both sides: the baseline applies the target's head to all T slots, `build_rows` to the supervised tokens alone. Nothing
@@ -22,25 +22,16 @@ Shapes: B rows (1 here), T slots, A anchors, S steps, H hidden, n heads, R kv_lo
 """
 
 import argparse
-import contextlib
-import ctypes
-import gc
 import itertools
 import json
-import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
-import threading
-import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
-from unittest.mock import patch
 
-from entry import ending, guard_loading, handle_signals, interrupt
+from training.entry import ending, guard_loading, handle_signals, interrupt
 
 # OpenMP's threads must sleep while they wait: spinning ones make a step ten times slower, at random, when others work
 # on the same cores. Read when torch loads.
@@ -49,428 +40,21 @@ if __name__ in ("__main__", "__mp_main__"):  # what follows takes seconds to loa
     guard_loading(__name__)
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
-import bench_decode
-import draft_deepseek
-from costs import FORMS, clock, even_workload, matrix_rate, memory_of, model_flops, saved, step_memory, workload
-from draft_deepseek import DeepseekV3Eagle3DraftModel, RowChunks, TTTLoss, default_chunk
-from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from files import replace_with
-from settings import OneLineParser, as_path
-from train import compile_loss
+from data.files import replace_with
+from measuring import decoding, shapes
+from measuring.costs import FORMS
+from measuring.step import DRAFTS, SIZES, STEPS, Cell, Disagreement, check_memory, in_child, make_draft
+from training.settings import OneLineParser, as_path
 
-STEPS, STEP_DECAY = 7, 0.8
 RESULT_BYTES = 1 << 20  # of --out, at most
-DRAFTS = {"deepseek-v3": DeepseekV3Eagle3DraftModel, "kimi-k3": KimiK3Eagle3DraftModel}
-SIZES = {  # H, n, q_lora, R, nope, rope, v, intermediate, V, Vd
-    "tiny": (48, 3, 24, 16, 12, 8, 10, 72, 160, 96),
-    "mid": (512, 8, 192, 64, 32, 16, 32, 1536, 8192, 4096),
-    "deepseek-v3": (7168, 128, 1536, 512, 128, 64, 128, 18432, 129280, 32000),
-    "kimi-k2.5": (7168, 64, 1536, 512, 128, 64, 128, 18432, 163840, 32000),
-    "kimi-k3": (7168, 96, 1536, 512, 128, 64, 128, 33792, 163840, 32000),
-}
-YARN = dict(type="yarn", factor=40, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What one child process measures."""
-
-    draft: str = "deepseek-v3"
-    size: str = "mid"
-    slots: int = 2048
-    share: float = 1.0
-    packed: bool = True
-    device: str = "cpu"
-    dtype: str = "float32"
-    compile: str = "off"
-    threads: int = 2
-    rounds: int = 3
-    chunk: int | None = None  # anchors of a chunk; None: what training takes
-    baseline: bool = True
-    memory_of: str | None = None  # an implementation; None: the times of all
-
-    def __str__(self):
-        layout = "packed" if self.packed else "one document"
-        return f"{self.draft} {self.size} T {self.slots} {self.share:.0%} {layout}"
-
-
-# ---------------------------------------------------------------------------------------------------- draft and batch
-
-
-def make_config(draft: str, size: str, **changes):
-    h, n, q_lora, r, nope, rope, v, intermediate, vocab, draft_vocab = SIZES[size]
-    config = dict(hidden_size=h, num_attention_heads=n, q_lora_rank=q_lora, kv_lora_rank=r, qk_nope_head_dim=nope)
-    config |= dict(qk_rope_head_dim=rope, v_head_dim=v, intermediate_size=intermediate, vocab_size=vocab)
-    config |= dict(draft_vocab_size=draft_vocab, rms_norm_eps=1e-6, max_position_embeddings=163840)
-    config |= {} if draft == "kimi-k3" else dict(rope_theta=10000.0, rope_scaling=YARN)
-    return DRAFTS[draft].config_class(**config | changes)
-
-
-def make_draft(cell: Cell) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.device(cell.device):
-        draft = DRAFTS[cell.draft](make_config(cell.draft, cell.size))
-    draft.set_vocab_mapping(torch.randperm(draft.config.vocab_size)[: draft.config.draft_vocab_size].sort().values)
-    draft.freeze_embeddings()
-    for p in draft.parameters():
-        p.grad = torch.zeros_like(p) if p.requires_grad else None
-    return draft
-
-
-class Batch(NamedTuple):
-    """One row before anything was computed from it; unshifted."""
-
-    tokens: Tensor  # [B,T]
-    document: Tensor  # [B,T]
-    position: Tensor  # [B,T]
-    features: Tensor  # [B,T,3H]
-    loss_mask: Tensor  # [B,T]
-    last_hidden: Tensor  # [B,T,H]
-    head: Tensor  # [V,H]
-
-
-def make_batch(cell: Cell, draft: nn.Module, seed: int = 0) -> Batch:
-    """Synthetic documents (log-normal lengths, median T/8; or one), of which the last `share` is the answer."""
-    cfg, t, device = draft.config, cell.slots, cell.device
-    g = torch.Generator().manual_seed(seed)
-    document, position, mask = (torch.zeros(1, t, dtype=torch.long) for _ in range(3))
-    begin, number = 0, 0
-    while begin < t:
-        length = int(torch.empty(1).log_normal_(0.0, 0.6, generator=g) * t / 8) if cell.packed else t
-        end = min(begin + max(length, 16), t)
-        document[0, begin:end], position[0, begin:end] = number, torch.arange(end - begin)
-        mask[0, end - round(cell.share * (end - begin)) : end] = 1
-        begin, number = end, number + 1
-    tokens = torch.randint(cfg.vocab_size, (1, t), generator=g)
-    new = dict(generator=torch.Generator(device).manual_seed(seed), device=device, dtype=getattr(torch, cell.dtype))
-    features = torch.randn(1, t, 3 * cfg.target_hidden_size, **new)
-    last_hidden = torch.randn(1, t, cfg.target_hidden_size, **new)
-    head = torch.randn(cfg.vocab_size, cfg.target_hidden_size, **new) * cfg.target_hidden_size**-0.5
-    head[draft.draft_ids] *= 2  # so the target's choices lie in the draft vocabulary, as they do after counting
-    row = (x.to(device) for x in (tokens, document, position))
-    return Batch(*row, features, mask.to(device), last_hidden, head)
-
-
-# ------------------------------------------------------------------------------------------ the baseline, ours, theirs
-
-
-class Baseline(nn.Module):
-    """EAGLE-3's training-time test as trainers run it: every step over all T slots, plain autograd.
-
-    K/V lists `[[], []]` hold the up-projected keys and values of every step; `T x T` scores plus one column per own key
-    of a later step; the target's head over all slots; ids, teacher and masks copied one slot to the left after each
-    step. The weights and the pieces that know no time (projections, norms, RoPE, MLP) are the draft's own.
-    """
-
-    def __init__(self, draft):
-        super().__init__()
-        self.draft = draft
-
-    @torch.no_grad()
-    def prepare(self, batch: Batch) -> tuple[Batch, Tensor, Tensor]:
-        """p [B,T,Vd] of every token, and whether the target's choice [B,T] is in the draft vocabulary."""
-        logits, ids = F.linear(batch.last_hidden, batch.head), self.draft.draft_ids
-        drafted = torch.zeros(len(batch.head), dtype=torch.bool, device=ids.device).index_fill(0, ids, True)
-        return batch, logits[..., ids].float().softmax(-1), drafted[logits.argmax(-1)]
-
-    def forward(self, batch: Batch, p: Tensor, covered: Tensor) -> Tensor:
-        draft, layer = self.draft, self.draft.model.layers[0]
-        attn = layer.self_attn
-        ids, p, target = shift(batch.tokens), shift(p), shift(batch.document, -1)
-        mask = shift(batch.loss_mask.bool() & covered, False)
-        visible = (batch.document[:, :, None] == batch.document[:, None, :]).tril() & (batch.document >= 0)[:, None]
-        a = draft.project_hidden_states(batch.features)
-        bias = torch.zeros(visible.shape, dtype=a.dtype, device=a.device)
-        bias = bias.masked_fill_(~visible, torch.finfo(a.dtype).min)[:, None]
-        cache, loss, weights = [[], []], 0.0, [STEP_DECAY**s for s in range(STEPS)]
-        for s, weight in enumerate(weights):
-            e = layer.input_layernorm(draft.embed_input_ids(ids).to(a.dtype))
-            pre_q, pre_kv, pre_gate = attn.project(torch.cat([e, layer.hidden_norm(a)], dim=-1))
-            for kept, new in zip(cache, attn.keys_values(attn.latents(pre_kv, batch.position + s)), strict=True):
-                kept.append(new)
-            o = self.attend(attn.queries(pre_q, batch.position + s), *cache, bias, attn.scaling)
-            a = layer.finish(a, attn.output(o, pre_gate))
-            a = draft.model.norm(a) if draft.config.norm_output else a
-            supervised = mask & (target == batch.document)
-            cross_entropy = -(p * draft.compute_logits(a).float().log_softmax(-1)).sum(-1)
-            loss = loss + weight / sum(weights) * (cross_entropy * supervised).sum() / supervised.sum().clamp(min=1)
-            ids, p, mask, target = shift(ids), shift(p), shift(mask, False), shift(target, -1)
-        return loss
-
-    @staticmethod
-    def attend(q: Tensor, keys: list[Tensor], values: list[Tensor], bias: Tensor, scale: float) -> Tensor:
-        t = q.shape[2]
-        scores = [q @ keys[0].mT * scale + bias] + [(q * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
-        prob = torch.cat(scores, dim=-1).softmax(-1, dtype=torch.float32).to(q.dtype)
-        o = prob[..., :t] @ values[0]
-        for j, v in enumerate(values[1:], start=t):
-            o = o + prob[..., j : j + 1] * v
-        return o
-
-
-def shift(x: Tensor, fill=0) -> Tensor:
-    """A copy of x [B,T,..], one slot to the left."""
-    return torch.cat([x[:, 1:], torch.full_like(x[:, :1], fill)], dim=1)
-
-
-class Ours:
-    def __init__(self, draft, mode: str = "off", chunk: int | None = None):
-        self.draft, self.mode, self.size = draft, mode, chunk
-        self.ttt_loss = TTTLoss(draft, STEPS, step_decay=STEP_DECAY)
-        compile_loss(self.ttt_loss, mode)
-
-    def prepare(self, batch: Batch) -> tuple:
-        *row, head = batch
-        chunk = self.size or default_chunk(batch.tokens.shape[1], batch.features.device)
-        return (RowChunks(self.draft.draft_ids, *row, lambda x: F.linear(x, head), steps=STEPS, chunk=chunk),)
-
-    def __call__(self, rows: RowChunks) -> Tensor:
-        """Adds the gradients too; the loss is detached."""
-        return self.ttt_loss.learn(rows)[0]
-
-
-def implementations(cell: Cell, draft) -> dict:
-    make = {"baseline": lambda: Baseline(draft), "ours eager": lambda: Ours(draft, chunk=cell.chunk)}
-    if cell.compile != "off":
-        make["ours compiled"] = lambda: Ours(draft, cell.compile, cell.chunk)
-    return {
-        name: build()
-        for name, build in make.items()
-        if cell.memory_of in (None, name) and (cell.baseline or name != "baseline")
-    }
-
-
-# ---------------------------------------------------------------------------------------------------------- agreement
-
-
-def check(cell: Cell, draft, batch: Batch, impls: dict) -> None:
-    """Raises Disagreement. On CUDA, where the baseline may not fit, eager is compared with it in float32 over at most
-    512 slots, and the compiled form with eager on the batch that is timed."""
-    pairs = [("baseline", name, cell, batch) for name in impls if name != "baseline"]
-    if cell.device == "cuda":
-        short = replace(cell, slots=min(cell.slots, 512), dtype="float32")
-        pairs = [("baseline", "ours eager", short, make_batch(short, draft))]
-        pairs += [("ours eager", "ours compiled", cell, batch)]
-    for want, got, cell, batch in pairs:
-        if {want, got} <= impls.keys():
-            wrong = differences(*(gradients(cell, draft, batch, impls[name]) for name in (want, got)), cell.dtype)
-            if wrong:
-                raise Disagreement(f"{cell}: {got} differs from {want}: {'; '.join(wrong)}")
-
-
-class Disagreement(Exception):
-    pass
-
-
-def gradients(cell: Cell, draft, batch: Batch, implementation) -> dict[str, Tensor]:
-    """The loss and every trainable parameter's gradient."""
-    draft.zero_grad(set_to_none=False)
-    with autocast(cell):
-        loss = implementation(*implementation.prepare(batch))
-    backward(loss)
-    return {"loss": loss.detach()} | {n: p.grad.clone() for n, p in draft.named_parameters() if p.requires_grad}
-
-
-def backward(loss: Tensor) -> None:
-    """Ours has done it: it learns chunk by chunk."""
-    if loss.requires_grad:
-        loss.backward()
-
-
-def differences(want: dict[str, Tensor], got: dict[str, Tensor], dtype: str) -> list[str]:
-    """float32: no number is off by more than 1e-4 of its tensor's largest. bfloat16: gradients point the same way
-    (cosine above 0.999), the loss is within 1e-2. What is not finite differs."""
-    wrong = []
-    for name, x in want.items():
-        y, bound = got[name], 1e-4 if dtype == "float32" else 1e-2
-        error = ((x - y).abs().max() / x.abs().max().clamp(min=1e-12)).item()
-        cosine = F.cosine_similarity(x.flatten(), y.flatten(), dim=0, eps=1e-20).item()
-        if not (cosine > 0.999 if dtype == "bfloat16" and name != "loss" else error <= bound):
-            wrong.append(f"{name} by {error:.1e} of its largest (allowed {bound:.0e}), cosine {cosine:.5f}")
-    return wrong
-
-
-def autocast(cell: Cell):
-    return torch.autocast(cell.device, torch.bfloat16, enabled=cell.dtype == "bfloat16")
-
-
-# -------------------------------------------------------------------------------------------------- time and memory
-
-
-def in_child(cell: Cell) -> dict:
-    """`measure(cell)` in a fresh process: a fork of this one, which never ran a kernel, or a new one for CUDA."""
-    method = "fork" if cell.device == "cpu" and sys.platform == "linux" else "spawn"
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
-        return pool.submit(measure, cell).result()
-
-
-def measure(cell: Cell) -> dict:
-    torch.set_num_threads(cell.threads)
-    if cell.memory_of and sys.platform == "linux":
-        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            ctypes.CDLL(None).mallopt(parameter, 1 << 17)
-    draft = make_draft(cell)
-    batch, impls = make_batch(cell, draft), implementations(cell, draft)
-    if cell.memory_of:
-        (one,) = impls.values()
-        small = make_batch(replace(cell, slots=64), draft)  # the compiled form must see its own shape: compiling is big
-        one_step(cell, draft, batch if cell.memory_of == "ours compiled" else small, one)
-        with PeakMemory(cell.device) as peak:
-            one_step(cell, draft, batch, one)
-        return {"peak_bytes": peak.growth}
-    check(cell, draft, batch, impls)
-    times, peaks, width = {name: [] for name in impls}, {}, 2048 if cell.device == "cpu" else 8192
-    rate = matrix_rate(cell.device, getattr(torch, cell.dtype), width)
-    work = workload(batch.document, batch.loss_mask, batch.position, STEPS)
-    for _, (name, implementation) in itertools.product(range(cell.rounds), impls.items()):
-        with contextlib.suppress(torch.OutOfMemoryError):
-            peak = PeakMemory(cell.device) if cell.device == "cuda" else contextlib.nullcontext()
-            with peak:
-                times[name].append(one_step(cell, draft, batch, implementation))
-            peaks |= {name: peak.growth} if cell.device == "cuda" else {}
-    flops = model_flops(draft.config, **work)
-    result = {"rate": rate, "work": work, "flops": flops, "times": times, "peak_bytes": peaks}
-    return result | {"breakdown": breakdown(cell, draft, batch, impls["ours eager"])}
-
-
-def one_step(cell: Cell, draft, batch: Batch, implementation) -> tuple[float, ...]:
-    """Seconds of the counts or the teacher, of zero_grad and the forward (of ours: of the whole step), the backward."""
-    marks = [clock(cell.device)]
-    prepared = implementation.prepare(batch)
-    marks.append(clock(cell.device))
-    draft.zero_grad(set_to_none=False)
-    with autocast(cell):
-        loss = implementation(*prepared)
-    marks.append(clock(cell.device))
-    backward(loss)
-    marks.append(clock(cell.device))
-    return tuple(after - before for before, after in itertools.pairwise(marks))
-
-
-class PeakMemory:
-    """`growth`: by how many bytes memory grew at most. On the CPU this process's resident memory (Linux; else None):
-    the kernel's high-water mark where it may be reset, else a thread's samples."""
-
-    def __init__(self, device: str):
-        self.cuda, self.growth, self.thread, self.sampled = device == "cuda", None, None, 0
-
-    def __enter__(self):
-        gc.collect()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-        elif sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
-            self.before = resident("VmRSS")
-            try:
-                Path("/proc/self/clear_refs").write_text("5")
-            except OSError:
-                self.thread = threading.Thread(target=self.sample, daemon=True)
-                self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        if self.cuda:
-            self.growth = torch.cuda.max_memory_allocated() - self.before
-        elif sys.platform == "linux":
-            self.growth = (self.sampled if self.thread else resident("VmHWM")) - self.before
-
-    def sample(self):
-        while self.growth is None:
-            self.sampled = max(self.sampled, resident("VmRSS"))
-            time.sleep(0.002)
-
-
-def resident(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key + ":"))
-    return int(line.split()[1]) * 1024
-
-
-def breakdown(cell: Cell, draft, batch: Batch, ours: Ours) -> dict[str, float]:
-    """Seconds of the pieces of one step of ours, eager, none containing another.
-
-    The fused loss makes its own gradients, so they are in `loss`; `keys` is their two forwards. `backward` of chunks
-    and keys holds what is made again there and, on CUDA, the attention's. Waiting for the device around each piece
-    makes them longer.
-    """
-    optimizer = torch.optim.AdamW([p for p in draft.parameters() if p.requires_grad], lr=1e-4)
-    places = (
-        (draft_deepseek, "attend", "attention"),
-        (draft_deepseek, "attend_cpu_backward", "attention backward"),
-        (draft_deepseek, "loss_and_gradients", "loss"),
-        (RowChunks, "teacher", "teacher"),
-        (Tensor, "backward", "backward"),
-        (draft_deepseek.Leaves, "backward", "backward"),
-        (ours.ttt_loss, "step", lambda s, *_: "later steps" if s else "step 0"),
-        (ours.ttt_loss, "keys", "keys"),
-    )
-    watch = Stopwatch(cell)
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, name in places:
-            stack.enter_context(patch.object(owner, attribute, watch.wrap(name, getattr(owner, attribute))))
-        prepared = watch.wrap("counts", ours.prepare)(batch)
-        draft.zero_grad(set_to_none=False)
-        with autocast(cell):
-            watch.wrap("rest", ours)(*prepared)
-        watch.wrap("optimizer", optimizer.step)()
-    return watch.seconds
-
-
-class Stopwatch:
-    """Seconds by name, each without those of the pieces called inside."""
-
-    def __init__(self, cell: Cell):
-        self.cell, self.seconds, self.inside = cell, {}, [0.0]
-
-    def wrap(self, name, fn):
-        def timed(*args, **kwargs):
-            start = clock(self.cell.device)
-            self.inside.append(0.0)
-            out = fn(*args, **kwargs)
-            elapsed, key = clock(self.cell.device) - start, name(*args) if callable(name) else name
-            self.seconds[key] = self.seconds.get(key, 0.0) + elapsed - self.inside.pop()
-            self.inside[-1] += elapsed
-            return out
-
-        return timed
-
 
 # ---------------------------------------------------------------------------------------------------- the shapes suite
 
 
 def suite_shapes(args) -> dict:
-    """The real drafts on the meta device: nothing is allocated."""
-    chunk_of = lambda slots: args.chunk or default_chunk(slots, "cuda")  # noqa: E731
-    rows, t, places = [], 4096, list(itertools.product((4096, 32768, 131072), (0.25, 1.0)))
-    work = even_workload(t, t, t, STEPS * t * (t + 1) // 2, STEPS)
-    for size, reduced in itertools.product(("deepseek-v3", "kimi-k2.5", "kimi-k3"), (True, False)):
-        name = size if size in DRAFTS else "deepseek-v3"
-        with torch.device("meta"):
-            draft = DRAFTS[name](make_config(name, size, **{} if reduced else {"draft_vocab_size": None}))
-        cfg, n, frozen = draft.config, draft.config.num_attention_heads, draft.model.embed_tokens.weight.numel()
-        trained = sum(p.numel() for p in draft.parameters()) - frozen
-        row = {"draft": size, "draft_vocab_size": cfg.draft_vocab_size, "parameters": trained + frozen}
-        row |= {"trained": trained, "flops_per_token": {key: x / t for key, x in model_flops(cfg, **work).items()}}
-        row["cache_bytes"] = [2 * (cfg.kv_lora_rank + cfg.qk_rope_head_dim), 2 * n * (cfg.qk_head_dim + cfg.v_head_dim)]
-        row["saved_bytes"] = {form: saved(cfg, 2, STEPS, form)._asdict() for form in FORMS}
-        row["memory"] = {
-            f"T {slots} {share:.0%}": {
-                form: step_memory(
-                    cfg, trained, frozen, slots, min(chunk_of(slots), round(share * slots)), 2, form, STEPS
-                )
-                for form in FORMS
-            }
-            for slots, share in places
-        }
-        rows.append(row)
-    chunks = {slots: chunk_of(slots) for slots, _ in places}
-    print_shapes(rows, ", ".join(f"{chunk:,} at T {slots:,}" for slots, chunk in chunks.items()))
-    drafts = [{key: x for key, x in row.items() if key not in ("memory", "saved_bytes")} for row in rows]
-    return {"suite": "shapes", "steps": STEPS, "chunks": chunks, "drafts": drafts, "cells": rows}
+    return shapes.suite(args, print_shapes)
 
 
 def print_shapes(rows: list[dict], chunks: str) -> None:
@@ -520,23 +104,8 @@ def suite_train(args) -> dict:
         if peaks[cell] and peaks.get(twice):
             growth[str(cell)] = peaks[twice] / peaks[cell]
     print_train(rows, full, growth)
-    machine = bench_decode.machine(args)
+    machine = decoding.machine(args)
     return {"suite": args.suite, "machine": machine, "rows": rows, "peak_of_2t_over_t": growth, "cells": full}
-
-
-def check_memory(cell: Cell) -> None:
-    """ValueError where the implementation that takes most of what a CPU has cannot run; a GPU says so by itself."""
-    with torch.device("meta"):
-        draft = DRAFTS[cell.draft](make_config(cell.draft, cell.size))
-    frozen = draft.model.embed_tokens.weight.numel()
-    trained = sum(p.numel() for p in draft.parameters()) - frozen
-    parts = step_memory(draft.config, trained, frozen, cell.slots, cell.share, 4, "dense", STEPS)
-    needed, there = sum(parts.values()), memory_of(cell.device)
-    if cell.device == "cpu" and needed > there:
-        raise ValueError(
-            f"{cell}: the baseline needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer "
-            "--row-tokens or another --size"
-        )
 
 
 def train_cells(args) -> list[Cell]:
@@ -613,7 +182,7 @@ def print_table(head: tuple, rows: list[tuple]) -> None:
 def suite_decode(args) -> dict:
     names = args.draft or ["deepseek-v3"]
     cells = {name: Cell(draft=name, size=args.size, device=args.device) for name in names}
-    return bench_decode.suite(args, lambda: {name: make_draft(cell) for name, cell in cells.items()}, print_table)
+    return decoding.suite(args, lambda: {name: make_draft(cell) for name, cell in cells.items()}, print_table)
 
 
 SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train, "decode": suite_decode}
@@ -634,7 +203,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=as_path, help="a JSON file for the full numbers")
-    bench_decode.add_flags(parser)
+    decoding.add_flags(parser)
     args = parser.parse_args(argv)
     on_cpu = "default" if args.suite == "decode" and not args.run else "off"  # a chain compiles in a minute
     args.compile = args.compile or ("max-autotune" if args.device == "cuda" else on_cpu)
@@ -647,7 +216,7 @@ def parse(argv=None) -> argparse.Namespace:
         ("chunk", [args.chunk or 1], 1, 1 << 20),
         ("rounds", [args.rounds], 1, 10_000),
         ("threads", [args.threads], 1, 1024),
-        *bench_decode.bounds(args),
+        *decoding.bounds(args),
     ]
     for name, values, low, high in bounds:
         for value in values:

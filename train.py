@@ -38,10 +38,10 @@ from torch import nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from costs import even_workload, matrix_rate, memory_of, model_flops, step_memory
 from data.files import is_part, remove, remove_parts, replace_with, to_json
 from data.send import send
 from draft_deepseek import TTTLoss
+from measuring.costs import even_workload, matrix_rate, memory_of, model_flops, step_memory
 from states.write import write_capture
 from target.model import Target, load_tokenizer
 from training.compiling import autocast, compile_loss, flex_compiles

@@ -24,7 +24,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
 import train
-from bench import Cell
 from data.conversations import read_conversations
 from draft_deepseek import (
     DeepseekV3Eagle3DraftModel,
@@ -35,6 +34,7 @@ from draft_deepseek import (
     build_rows,
 )
 from draft_kimi_k3 import KimiK3Eagle3Config, KimiK3Eagle3DraftModel
+from measuring.step import Cell
 from target.model import Target
 from test_drafts import K3, SIZES, make_draft
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import bench
-import bench_decode
+from measuring import decoding
 
 
 def test_the_last_line_of_the_train_suite_is_json(tmp_path, capsys):
@@ -83,7 +83,7 @@ def test_out_is_tried_before_anything_is_measured(tmp_path, monkeypatch, capsys)
 
 
 def test_caches_that_cannot_fit_are_refused(monkeypatch, capsys):
-    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
+    monkeypatch.setattr(decoding, "memory_bandwidth", lambda *_: 1e9)
     flags = ["--suite", "decode", "--size", "tiny", "--batch", "4096", "--context", str(1 << 20)]
     assert bench.cli(flags) == 2
     assert "error: --batch 4096 rows of --context 1048576 need about" in capsys.readouterr().err
@@ -93,4 +93,4 @@ def test_a_prompt_file_that_never_ends_is_refused(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     args = bench.parse(["--suite", "decode", "--prompts", str(tmp_path / "fifo")])
     with pytest.raises(ValueError, match="--prompts .* is a FIFO"):
-        bench_decode.load_prompts(args, None)
+        decoding.load_prompts(args, None)

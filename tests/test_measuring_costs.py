@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import bench
-from bench import Baseline, Ours, make_batch, make_config
-from costs import key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
+from measuring import step
+from measuring.costs import key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
+from measuring.step import Baseline, Ours, make_batch, make_config
 from tests.helpers import TINY_CELL
 
 
@@ -29,9 +29,9 @@ def saved_bytes(fn, exclude) -> int:
 def saved_at(name: str, c: int, part: str, slots: int, chunk: int = 80) -> int:
     """What the baseline, or the keys or a chunk of ours, keeps at the tiny size with c bytes per number."""
     cell = replace(TINY_CELL, draft=name, slots=slots, share=1.0, dtype="bfloat16" if c == 2 else "float32")
-    draft = bench.make_draft(cell)
+    draft = step.make_draft(cell)
     batch, ours, baseline = make_batch(cell, draft), Ours(draft, chunk=chunk), Baseline(draft)
-    with bench.autocast(cell):
+    with step.autocast(cell):
         if part == "baseline":
             given, function = baseline.prepare(batch), baseline
         else:
@@ -45,10 +45,10 @@ def saved_at(name: str, c: int, part: str, slots: int, chunk: int = 80) -> int:
 
 
 @pytest.mark.parametrize("c", [4, 2])
-@pytest.mark.parametrize("name", bench.DRAFTS)
+@pytest.mark.parametrize("name", step.DRAFTS)
 def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
     cfg = make_config(name, "tiny")
-    ours, dense = (formula(cfg, c, bench.STEPS) for formula in (saved_by_ours, saved_by_baseline))
+    ours, dense = (formula(cfg, c, step.STEPS) for formula in (saved_by_ours, saved_by_baseline))
     base = saved_at(name, c, "chunk", 128)
     assert saved_at(name, c, "chunk", 128, 110) - base == 30 * ours.anchor
     assert saved_at(name, c, "chunk", 192) == base  # nothing that grows with the row
@@ -58,26 +58,24 @@ def test_saved_bytes_by_formula_are_what_autograd_saves(name, c):
     assert second - first == 64 * dense.slot + (128**2 - 64**2) * dense.pair
 
 
-
-
 @pytest.mark.parametrize("c", [4, 2])
-@pytest.mark.parametrize("name", bench.DRAFTS)
+@pytest.mark.parametrize("name", step.DRAFTS)
 def test_numbers_of_the_keys_by_formula_are_those_that_chunks_read(name, c):
     cell = replace(TINY_CELL, draft=name, dtype="bfloat16" if c == 2 else "float32")
-    draft = bench.make_draft(cell)
+    draft = step.make_draft(cell)
     ours = Ours(draft)
-    with bench.autocast(cell):
+    with step.autocast(cell):
         leaves = ours.ttt_loss.read(*ours.prepare(make_batch(cell, draft)))
     for keys, width in ((leaves.keys, c), (leaves.gradients, 4)):
         assert sum(x.nbytes for x in keys if x is not None) == cell.slots * key_numbers(draft.config) * width
 
 
-@pytest.mark.parametrize("name", bench.DRAFTS)
+@pytest.mark.parametrize("name", step.DRAFTS)
 def test_model_flops_are_those_of_the_products_that_run(name):
     """The baseline's products counted by PyTorch: full T x T scores, own keys pointwise, the token half every step."""
     cell = replace(TINY_CELL, draft=name, share=1.0, packed=False)
-    draft = bench.make_draft(cell)
-    batch, one, t, steps = make_batch(cell, draft), Baseline(draft), cell.slots, bench.STEPS
+    draft = step.make_draft(cell)
+    batch, one, t, steps = make_batch(cell, draft), Baseline(draft), cell.slots, step.STEPS
     with FlopCounterMode(display=False) as counter:
         one(*one.prepare(batch)).backward()
     cfg = draft.config
@@ -92,8 +90,8 @@ def test_workload_counts_every_pair_by_hand():
     """Documents of 4 and 3 slots, all supervised: slot t of a document of n is needed at steps below n - 1 - t."""
     document = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])
     position = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    batch = bench.Batch(document, document, position, None, torch.ones_like(document), None, None)
-    got = workload(batch.document, batch.loss_mask, batch.position, bench.STEPS)
+    batch = step.Batch(document, document, position, None, torch.ones_like(document), None, None)
+    got = workload(batch.document, batch.loss_mask, batch.position, step.STEPS)
     steps = {0: 3, 1: 2, 2: 1}, {0: 2, 1: 1}  # slot: steps
     pairs = [(t, s) for of in steps for t, n in of.items() for s in range(n)]
     assert got == {

@@ -9,8 +9,8 @@ from safetensors.torch import save_file
 from transformers.modeling_outputs import BaseModelOutput
 
 import bench
-import bench_decode
 from draft_deepseek import export_config, export_state
+from measuring import decoding, step
 from serving.decode import Drafter
 from tests.helpers import PROMPTS, Table, attention_target, exact_joint, small_draft
 
@@ -21,26 +21,26 @@ def bench_args(*flags):
 
 @pytest.mark.parametrize(("name", "config"), [("deepseek-v3", {"fc_norm": True}), ("kimi-k3", {})])
 def test_bytes_are_those_of_the_weights_that_a_chain_reads_and_of_the_caches(name, config):
-    draft = bench.DRAFTS[name](bench.make_config(name, "tiny", **config)).to(torch.bfloat16)
+    draft = step.DRAFTS[name](step.make_config(name, "tiny", **config)).to(torch.bfloat16)
     draft.set_vocab_mapping(torch.arange(96))
     sizes = {key: p.numel() for key, p in draft.named_parameters()}
     every_step = sum(n for key, n in sizes.items() if not key.startswith(("model.embed_tokens", "model.fc")))
     once = sum(n for key, n in sizes.items() if key.startswith("model.fc") or "kv_a_proj" in key)
     up = sizes["model.layers.0.self_attn.kv_b_proj.weight"]
-    for kind, again in ((Drafter, 0), (bench_decode.NaiveDrafter, up)):
-        moved = bench_decode.chain_bytes(draft, 4, 50, 3, kind is bench_decode.NaiveDrafter)
+    for kind, again in ((Drafter, 0), (decoding.NaiveDrafter, up)):
+        moved = decoding.chain_bytes(draft, 4, 50, 3, kind is decoding.NaiveDrafter)
         assert moved["weights"] == pytest.approx(2 * (3 * every_step + once + again) / (4 * 3))
         caches = [x for key, x in kind(draft, 4, 47, 3).named_buffers(recurse=False) if key != "ids" and x is not None]
         assert moved["cache"] == sum(x.numel() * x.element_size() for x in caches) / 4
 
 
-@pytest.mark.parametrize("name", bench.DRAFTS)
+@pytest.mark.parametrize("name", step.DRAFTS)
 def test_the_naive_caches_draft_the_same_and_a_wrong_one_stops_the_bench(name, monkeypatch):
     args = bench_args("--draft", name, "--compile", "off", "--context", 20, "--batch", 2, "--k", 3, "--temperature", 1)
-    draft = bench.make_draft(bench.Cell(draft=name, size="tiny"))
-    monkeypatch.setattr(bench_decode, "take_turns", lambda functions, args: dict.fromkeys(functions, [0.5]))
-    monkeypatch.setattr(bench_decode, "memory_bandwidth", lambda *_: 1e9)
-    rows, _, _ = bench_decode.time_chains(args, {name: draft})
+    draft = step.make_draft(step.Cell(draft=name, size="tiny"))
+    monkeypatch.setattr(decoding, "take_turns", lambda functions, args: dict.fromkeys(functions, [0.5]))
+    monkeypatch.setattr(decoding, "memory_bandwidth", lambda *_: 1e9)
+    rows, _, _ = decoding.time_chains(args, {name: draft})
     assert [row["implementation"] for row in rows] == ["K/V eager", "latent eager"]
     for row in rows:
         assert (row["k"], row["temperature"], row["drafted_per_s"], row["faster"]) == (3, 1.0, 2 * 3 / 0.5, 1.0)
@@ -48,7 +48,7 @@ def test_the_naive_caches_draft_the_same_and_a_wrong_one_stops_the_bench(name, m
     attend_right = Drafter.attend
     monkeypatch.setattr(Drafter, "attend", lambda self, q, position: attend_right(self, q, position - 1))
     with pytest.raises(SystemExit, match="latent eager differs from K/V eager"):
-        bench_decode.time_chains(args, {name: draft})
+        decoding.time_chains(args, {name: draft})
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_a_run_is_decoded_and_its_numbers_are_those_of_its_rounds(run_directory)
         first = sum(round.accepted >= 1 for round in rounds) / sum(round.drafted >= 1 for round in rounds)
         assert row["by_depth"][0] == pytest.approx(first) and len(row["by_depth"]) == 2
     assert [row["temperature"] for row in result["rows"]] == [0.0, 0.8] and result["rows"][0]["identical"] == 3
-    target = bench_decode.open_run(args)[1]
+    target = decoding.open_run(args)[1]
     assert target.aux_layers == (0, 1, 2)
     greedy = [target.greedy(prompt, 12).tolist() for prompt in PROMPTS]
     assert [cell["tokens"] == greedy for cell in result["cells"]] == [True, False]
@@ -88,13 +88,13 @@ def test_plain_sampling_draws_what_the_target_says():
     prompt, rows = torch.tensor([4]), 1500
     target = SimpleNamespace(**{name: getattr(Table(), name) for name in ("device", "cache_name", "head")})
     target.backbone = lambda input_ids, use_cache: BaseModelOutput(last_hidden_state=Table().states(input_ids)[1])
-    texts = [tuple(bench_decode.plain(target, prompt, 2, 0.7, 0.8, seed).tolist()) for seed in range(rows)]
+    texts = [tuple(decoding.plain(target, prompt, 2, 0.7, 0.8, seed).tolist()) for seed in range(rows)]
     want = exact_joint([4], 2, 0.7, 0.8)
     assert sum(abs(texts.count(text) / rows - p) for text, p in want.items()) < 0.15 and set(texts) <= want.keys()
 
 
 def test_unique_bigrams_are_pooled_over_texts():
-    assert bench_decode.unique_bigrams([[1, 2, 1, 2, 1], [1, 2], [3]]) == 3 / 5
+    assert decoding.unique_bigrams([[1, 2, 1, 2, 1], [1, 2], [3]]) == 3 / 5
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench
-from bench import Baseline, Ours, make_batch
 from draft_deepseek import valid_slots
+from measuring import step
+from measuring.step import Baseline, Ours, make_batch
 from tests.helpers import TINY_CELL
 
 
 def sharp_draft(cell):
     """Weights large enough that masks, angles and the order of steps show in every gradient."""
-    draft = bench.make_draft(cell)
+    draft = step.make_draft(cell)
     with torch.no_grad():
         for p in draft.parameters():
             p.copy_(torch.randn_like(p) / p.shape[-1] ** 0.5 if p.dim() > 1 else 1 + 0.3 * torch.randn_like(p))
@@ -23,12 +23,12 @@ def sharp_draft(cell):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("name", bench.DRAFTS)
+@pytest.mark.parametrize("name", step.DRAFTS)
 def test_the_baseline_has_our_loss_and_gradients(name, packed):
     cell = replace(TINY_CELL, draft=name, packed=packed)
     draft = sharp_draft(cell)
     batch = make_batch(cell, draft)
-    want, got = (bench.gradients(cell, draft, batch, one) for one in (Baseline(draft), Ours(draft, chunk=20)))
+    want, got = (step.gradients(cell, draft, batch, one) for one in (Baseline(draft), Ours(draft, chunk=20)))
     assert want.keys() == got.keys() and len(want) > 15
     for key, gradient in want.items():
         assert gradient.abs().max() > 0, key
@@ -42,17 +42,17 @@ def test_a_disagreement_is_found_before_anything_is_timed(defect):
     draft = sharp_draft(TINY_CELL)
     batch, ours = make_batch(TINY_CELL, draft), Ours(draft, chunk=20)
     impls = {"baseline": Baseline(draft), "ours eager": ours}
-    bench.check(TINY_CELL, draft, batch, impls)
+    step.check(TINY_CELL, draft, batch, impls)
     prepare = ours.prepare
     ours.prepare = lambda batch: prepare(defect(batch))
-    with pytest.raises(bench.Disagreement, match=r"ours eager differs from baseline: .*q_b_proj"):
-        bench.check(TINY_CELL, draft, batch, impls)
+    with pytest.raises(step.Disagreement, match=r"ours eager differs from baseline: .*q_b_proj"):
+        step.check(TINY_CELL, draft, batch, impls)
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
 def test_answers_end_their_documents_and_make_up_the_share(share):
     cell = replace(TINY_CELL, slots=1024, share=share)
-    batch = make_batch(cell, bench.make_draft(cell))
+    batch = make_batch(cell, step.make_draft(cell))
     assert batch.document.unique().numel() > 3
     assert abs(batch.loss_mask.float().mean() - share) < 0.02
     for number in batch.document.unique():
@@ -70,7 +70,7 @@ def test_peak_memory_sees_what_was_freed_again(monkeypatch, reset):
             raise PermissionError
 
         monkeypatch.setattr(Path, "write_text", refuse)
-    with bench.PeakMemory("cpu") as peak:
+    with step.PeakMemory("cpu") as peak:
         x = torch.ones(16 << 20)
         x.add_(1)
         del x

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-import bench
 from draft_deepseek import TTTLoss, anchor_mask, block_index
+from measuring import step
 from test_drafts import make_batch, make_chunks, make_draft, make_rows
 from training import compiling
 
@@ -94,9 +94,9 @@ def test_inductor_equals_eager(variant):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["deepseek-v3", "kimi-k3"])
 def test_bf16_compute_costs_little_accuracy_at_the_mid_size(kind):
-    cell = bench.Cell(draft=kind, slots=512)
-    draft = bench.make_draft(cell)
-    loss, (rows,) = TTTLoss(draft), bench.Ours(draft).prepare(bench.make_batch(cell, draft))
+    cell = step.Cell(draft=kind, slots=512)
+    draft = step.make_draft(cell)
+    loss, (rows,) = TTTLoss(draft), step.Ours(draft).prepare(step.make_batch(cell, draft))
     exact = run(loss, rows)
     with torch.autocast("cpu", torch.bfloat16):
         rounded = run(loss, rows)

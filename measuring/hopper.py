@@ -1,7 +1,8 @@
 """Cases for tools that compile the two graphs of a training step for Hopper, or run what was compiled, without a GPU.
 
 `compiled_keys` and `compiled_chunk`: a real draft in bf16, every slot supervised, tensors on "cuda" (fake ones in such
-a tool): the function to be compiled with fullgraph and differentiated, and its inputs.
+a tool): the function to be compiled with fullgraph and differentiated, and its inputs. `hopper_chain`: the same for a
+chain of drafted tokens, which is not differentiated.
 
 `keys` and `chunk`: a small draft in numbers, on the CPU: the module to be compiled, its inputs, what it should return
 (plain attention, not compiled) and how far off it may be.
@@ -13,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import bench
-from draft_deepseek import PIECE, Leaves, RowBatch, RowChunks, TTTLoss, anchor_mask, block_index
+from draft_deepseek import PIECE, Keys, Leaves, RowBatch, RowChunks, TTTLoss, anchor_mask, block_index
+from measuring.step import DRAFTS, STEPS, make_config
+from serving.decode import Drafter
 
 # ------------------------------------------------------------------------------------------- real drafts, compiled
 
@@ -22,7 +24,7 @@ from draft_deepseek import PIECE, Leaves, RowBatch, RowChunks, TTTLoss, anchor_m
 def real_loss(size: str) -> TTTLoss:
     kind = "kimi-k3" if size == "kimi-k3" else "deepseek-v3"
     with torch.device("cuda"):
-        draft = bench.DRAFTS[kind](bench.make_config(kind, size))
+        draft = DRAFTS[kind](make_config(kind, size))
     draft.freeze_embeddings()
     return TTTLoss(draft)
 
@@ -48,7 +50,7 @@ def compiled_keys(size="deepseek-v3", slots=PIECE):
     return in_bf16(loss.keys), real_inputs(loss, slots)
 
 
-def compiled_chunk(size="deepseek-v3", slots=4096, chunk=1024, steps=bench.STEPS, loss="ce"):
+def compiled_chunk(size="deepseek-v3", slots=4096, chunk=1024, steps=STEPS, loss="ce"):
     """The first `chunk` anchors of the row; its keys lie at static addresses, as `TTTLoss.learn` passes them."""
     ttt_loss = real_loss(size)
     ttt_loss.loss = loss
@@ -66,6 +68,25 @@ def compiled_chunk(size="deepseek-v3", slots=4096, chunk=1024, steps=bench.STEPS
     return in_bf16(lambda keys, rows: ttt_loss.chunk(keys, rows)[0]), (leaves.keys, RowBatch(*rows, alpha))
 
 
+def hopper_chain(size="deepseek-v3", slots=4096, k=7, temperature=0.0, top_p=1.0):
+    """The chain of a real draft in bf16, one row, for a compile check under fake CUDA tensors: no GPU is touched.
+
+    Returns (function, its inputs). At full vocabulary, since a fake vocabulary map cannot be read.
+    """
+    kind = "kimi-k3" if size == "kimi-k3" else "deepseek-v3"
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            draft = DRAFTS[kind](make_config(kind, size, draft_vocab_size=None)).requires_grad_(False)
+            features = torch.zeros(1, k + 1, 3 * draft.config.hidden_size)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("cuda"):
+        tokens, start = torch.zeros(1, k + 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long)
+        drafter, u = Drafter(draft, 1, slots, k, temperature, top_p), torch.zeros(1, k)
+    return drafter.forward, (tokens, features, start, start + 1, u)
+
+
 # ------------------------------------------------------------------------------------------ small drafts, in numbers
 
 WIDE = dict(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)  # 192 wide: the tiles pinned for Hopper
@@ -80,7 +101,7 @@ LAYOUTS = {  # the documents' lengths in each row; a negative one is padding
 def small_draft(kind: str, wide: bool, heads: int) -> nn.Module:
     """Weights large enough that masks, angles and the order of steps show in every number."""
     changes = WIDE if wide else dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)  # FlexAttention's least
-    draft = bench.DRAFTS[kind](bench.make_config(kind, "tiny", num_attention_heads=heads, **changes))
+    draft = DRAFTS[kind](make_config(kind, "tiny", num_attention_heads=heads, **changes))
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for p in draft.parameters():
@@ -158,6 +179,6 @@ def chunk(
     rows, part = list(chunks)[number], Part(ttt_loss, "chunk", bf16)
     blocks = block_index(anchor_mask(rows.anchors, rows.document), rows.document.shape[1])
     gate = [None] if len(made) < 6 else []
-    leaves = bench.draft_deepseek.Keys(*made[:3], *gate, *made[3:])
+    leaves = Keys(*made[:3], *gate, *made[3:])
     inputs = leaves, rows._replace(block_mask=blocks)
     return dict(module=part, inputs=inputs, expected=lambda: part(leaves, rows), **bound)

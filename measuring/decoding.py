@@ -26,16 +26,27 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from conversations import answered
-from costs import clock, memory_of
-from data import python_documents
-from decode import Accepted, Drafter, by_bucket, by_depth, choose_verifier, distribution, pick, speculative, streams
+from data.conversations import answered
+from data.corpus import python_documents
+from data.files import check_regular, naming
 from draft_deepseek import upcast
-from drafts import load_draft
-from files import check_regular, naming
-from settings import as_path, as_text, read_settings
-from sources import TINY
-from target import Target, load_target, tiny_target
+from measuring.costs import clock, memory_of
+from serving.decode import (
+    Accepted,
+    Drafter,
+    by_bucket,
+    by_depth,
+    choose_verifier,
+    distribution,
+    pick,
+    speculative,
+    streams,
+)
+from target.model import Target, load_target
+from target.tiny import tiny_target
+from training.drafts import load_draft
+from training.settings import as_path, as_text, read_settings
+from training.sources import TINY
 
 
 def add_flags(parser) -> None:
@@ -271,27 +282,6 @@ CHAIN_TABLE = {
     "GB/s": lambda r: f"{r['bytes_per_s'] / 1e9:,.1f}",
     "of bandwidth": lambda r: f"{r['of_bandwidth']:.0%}",
 }
-
-
-def hopper_chain(size="deepseek-v3", slots=4096, k=7, temperature=0.0, top_p=1.0):
-    """The chain of a real draft in bf16, one row, for a compile check under fake CUDA tensors: no GPU is touched.
-
-    Returns (function, its inputs). At full vocabulary, since a fake vocabulary map cannot be read.
-    """
-    from bench import DRAFTS, make_config  # which imports this file
-
-    kind = "kimi-k3" if size == "kimi-k3" else "deepseek-v3"
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            draft = DRAFTS[kind](make_config(kind, size, draft_vocab_size=None)).requires_grad_(False)
-            features = torch.zeros(1, k + 1, 3 * draft.config.hidden_size)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.device("cuda"):
-        tokens, start = torch.zeros(1, k + 1, dtype=torch.long), torch.zeros(1, 1, dtype=torch.long)
-        drafter, u = Drafter(draft, 1, slots, k, temperature, top_p), torch.zeros(1, k)
-    return drafter.forward, (tokens, features, start, start + 1, u)
 
 
 # ------------------------------------------------------------------------------------------------------ a trained draft
