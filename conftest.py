@@ -21,14 +21,16 @@ from ends import load_ends
 from target import byte_tokenizer, load_target
 from tests.helpers import H, V, automodel, connector, specforge, speculators
 
+torch.set_num_threads(1)  # for what is made once
 
-@pytest.fixture(scope="session", autouse=True)
+
+@pytest.fixture(autouse=True)
 def one_thread():
-    """Toys are faster on one, and sums come out the same."""
-    threads = torch.get_num_threads()
+    """Toys are faster on one, sums come out the same, and a process that is forked may not use the threads of others.
+
+    Set for each test: what runs in-process (`bench.py --threads`) sets its own.
+    """
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -183,10 +183,10 @@ class DeepseekV3Eagle3DraftModel(PreTrainedModel):
         """One TTT step over all T slots, dense and simple: the states a[t, s], [B,T,H] (normed with `norm_output`).
 
         input_ids [B,T] the tokens slots feed at this step, projected_hidden_states [B,T,H] the features (step 0) or the
-        last step's result, attention_mask [B,T] (1 real, 0 padding; not read when packed). cache_hidden: `[[], []]` or
-        a `TTTCache`, the same object for every step of an unroll; None is a fresh one. seq_lens [B, documents], padded
-        with zeros, packs documents and needs position_ids [B,T] counted per document. ValueError: seq_lens that do not
-        sum to T in a row, or come without position_ids.
+        last step's result, attention_mask [B,T] (1 real, 0 padding, whose states count as zeros). cache_hidden: `[[],
+        []]` or a `TTTCache`, the same object for every step of an unroll; None is a fresh one. seq_lens [B, documents],
+        padded with zeros, packs documents and needs position_ids [B,T] counted per document. ValueError: seq_lens that
+        do not sum to T in a row, or come without position_ids.
         """
         b, t = input_ids.shape
         device = input_ids.device
@@ -826,7 +826,7 @@ def default_chunk(slots: int, device) -> int:
     Each step of each chunk writes gradients of all keys and values of the row, so chunks grow with it. A GPU wants
     1,024 anchors to be busy, a CPU is with 256.
     """
-    least, share = (1024, 64) if torch.device(device).type == "cuda" else (256, 8)
+    least, share = (1024, 128) if torch.device(device).type == "cuda" else (256, 8)
     return BLOCK * -(-min(max(least, slots // share), slots) // BLOCK)
 
 
@@ -852,6 +852,7 @@ class RowChunks:
         self, draft_ids, tokens, document, position, features, loss_mask, last_hidden, head, *, steps=7, chunk=None,
         choice=None, make_mask=True,
     ):  # fmt: skip
+        tokens, document, position, loss_mask = (x.cpu() for x in (tokens, document, position, loss_mask))
         check_rows(tokens, document, position, features, loss_mask, last_hidden)
         device, t = features.device, tokens.shape[1]
         padding = (document < 0).to(device)
@@ -870,7 +871,7 @@ class RowChunks:
         self.anchors, self.rank, self.largest_id = slots, self.learned.long().cumsum(1) - 1, int(tokens.max())
         self.fed_rank = self.rank.clamp(min=0).expand(steps, -1, -1).gather(2, fed)
         self.kept = self.empty_table() if len(self) == 1 and choice is None else None  # one pass of the head is enough
-        self.choice = self.ask() if choice is None else choice
+        self.choice = self.ask() if choice is None else choice.cpu()
         drafted = torch.zeros(1 + max(int(self.choice.max()), int(draft_ids.max())), dtype=torch.bool)
         drafted[draft_ids.cpu()] = True
         covered = self.learned & drafted[self.choice.clamp(min=0)]
@@ -917,13 +918,13 @@ class RowChunks:
 
     def ask(self) -> Tensor:
         """The target's choice after each learned token [B,T], -1 elsewhere; with one chunk its teacher on the way."""
-        choice = torch.full_like(self.rank, -1)
+        choice = torch.full_like(self.rank, -1, device=self.last_hidden.device)
         for row, token, logits in self.logits(self.learned):
-            choice[row, token] = logits.argmax(-1).cpu()
+            choice[row.to(choice.device), token.to(choice.device)] = logits.argmax(-1).to(choice.device)
             if self.kept is not None:
                 at = row.to(self.kept.device), self.rank[row, token].to(self.kept.device)
                 self.kept[at] = teach(logits, self.draft_ids.to(logits.device)).to(self.kept)
-        return choice
+        return choice.cpu()
 
     def logits(self, chosen: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """(row [m], token [m], the target's logits [m,V]) of the tokens chosen [B,T], never of many at once."""
@@ -1005,6 +1006,9 @@ class Metrics(NamedTuple):
         return 1 + (self.step_prefix_hits / self.step_valid.clamp(min=1)).sum()
 
 
+PIECE = 8192  # slots whose keys are made at a time
+
+
 class Keys(NamedTuple):
     """What the anchors of a row read of all its slots."""
 
@@ -1037,15 +1041,15 @@ class TTTLoss(nn.Module):
         self.leaves = None
 
     def forward(self, rows: RowBatch) -> tuple[Tensor, Metrics]:
-        return self.chunk(self.keys(rows.tokens, rows.position, rows.features), rows)
+        return self.chunk(self.keys(F.pad(rows.tokens, (0, 1)), rows.position, rows.features), rows)
 
     def learn(self, rows: RowChunks) -> tuple[Tensor, Metrics]:
         """Adds the gradients of all chunks to the parameters' `.grad`; the detached loss and metrics of all of them.
 
         After step 0 no anchor reads another, so chunks are micro-batches of one row over the same keys: each has its
-        forward and backward, what they say of the keys gathers in float32, and goes through `keys` last, which is made
-        again for it (2% of the FLOPs; its activations would otherwise lie there all the while). Without gradients the
-        same chunks evaluate. Call it under autocast as `forward`: the backward passes are run outside of it. The
+        forward and backward, what they say of the keys gathers in float32, and goes through `keys` last, which are made
+        again for it piece by piece (2% of the FLOPs; no activations lie there meanwhile). Without gradients the same
+        chunks evaluate. Call it under autocast as `forward`: the backward passes are run outside of it. The
         metrics' `hit` is [S,B,all anchors]. ValueError: sharded parameters, whose gradients are not complete here.
         """
         if any(hasattr(p, "full_tensor") for p in self.parameters()):
@@ -1065,10 +1069,9 @@ class TTTLoss(nn.Module):
                     loss.backward()
             total += loss.detach()
             found.append(Metrics(*(None if x is None else x.clone() for x in metrics)))  # of a graph's memory
-        if torch.is_grad_enabled():
-            made = self.keys(rows.tokens, rows.position, rows.features)
+        for begin, made in self.pieces(rows) if torch.is_grad_enabled() else ():
             with torch.autocast(device, enabled=False):
-                leaves.backward(made)
+                leaves.backward(begin, made)
         *sums, hits, alphas = zip(*found, strict=True)
         alpha = None if alphas[0] is None else sum(alphas)
         return total, Metrics(*map(sum, sums), torch.cat(hits, dim=-1), alpha)
@@ -1082,22 +1085,35 @@ class TTTLoss(nn.Module):
     @torch.no_grad()
     def read(self, rows: RowChunks) -> "Leaves":
         """The keys of the rows where chunks read them."""
-        made = self.keys(rows.tokens, rows.position, rows.features)
-        if self.leaves is None or not self.leaves.fit(made):
-            self.leaves = Leaves(made)
-        self.leaves.set(made)
+        slots = rows.features.shape[1]
+        for begin, made in self.pieces(rows):
+            if begin == 0 and (self.leaves is None or not self.leaves.fit(made, slots)):
+                self.leaves = Leaves(made, slots)
+            self.leaves.set(begin, made)
         return self.leaves
 
+    def pieces(self, rows: RowChunks) -> Iterator[tuple[int, Keys]]:
+        """Keys of at most PIECE slots at a time and the first of them; the last piece begins early, to be as long."""
+        slots, tokens = rows.features.shape[1], F.pad(rows.tokens, (0, 1))
+        n = -(-slots // -(-slots // PIECE))
+        for begin in range(0, slots, n):
+            begin = min(begin, slots - n)
+            at = slice(begin, begin + n)
+            yield begin, self.keys(tokens[:, begin : begin + n + 1], rows.position[:, at], rows.features[:, at])
+
     def keys(self, tokens: Tensor, position: Tensor, features: Tensor) -> Keys:
-        """W [norm(e); norm(a)] = W_e norm(e) + W_a norm(a): the token half is made once, every step reads it further
-        on."""
+        """Of slots and their tokens [B,T+1], one more than slots: slot t is fed token t+1.
+
+        W [norm(e); norm(a)] = W_e norm(e) + W_a norm(a): the token half is made once, every step reads it further on.
+        """
         draft, layer = self.draft, self.draft.model.layers[0]
         attn = layer.self_attn
         g = draft.project_hidden_states(features)
         halves = [None if p is None else p.weight.to(g.dtype).chunk(2, dim=1) for p in attn.input_projections()]
         e = layer.input_layernorm(draft.embed_input_ids(tokens).to(g.dtype))
         token = [None if w is None else F.linear(e, w[0]) for w in halves]
-        pre_kv = token[1].roll(-1, dims=1) + F.linear(layer.hidden_norm(g), halves[1][1])
+        pre_kv = token[1][:, 1:] + F.linear(layer.hidden_norm(g), halves[1][1])
+        token = [None if x is None else x[:, :-1] for x in token]
         return Keys(g, *token, *attn.keys_values(attn.latents(pre_kv, position)))
 
     def chunk(self, keys: Keys, rows: RowBatch) -> tuple[Tensor, Metrics]:
@@ -1141,16 +1157,20 @@ class TTTLoss(nn.Module):
         token = [None if x is None else take(x, fed).unbind(1) for x in token]
         w_state = [None if p is None else p.weight.to(g.dtype).chunk(2, dim=1)[1] for p in attn.input_projections()]
         width = cfg.kv_lora_rank + cfg.qk_rope_head_dim
-        cache = TTTCache.allocate(steps, *at.shape, width, g.dtype, g.device)
+        cache = TTTCache.allocate(steps, *at.shape, width, g.dtype, g.device).buffer
         a, position, states = take(g, at), rows.position.gather(1, at), []
         for s in range(steps):
             halves = [None if x is None else x[s] for x in token]
-            a = self.step(s, a, cache, halves, w_state, k, v, mask, position + s)
+            a, cache = self.step(s, a, cache, halves, w_state, k, v, mask, position + s)
             states.append(a)
         return torch.stack(states)
 
-    def step(self, s, a, cache: TTTCache, token, w_state, k, v, mask, position) -> Tensor:
-        """a[t,s] [B,A,H] of a[t,s-1]; appends this step's latents to the cache."""
+    def step(self, s, a, cache, token, w_state, k, v, mask, position) -> tuple[Tensor, Tensor]:
+        """a[t,s] [B,A,H] of a[t,s-1], and the cache with this step's latents.
+
+        The cache goes in and out as a tensor: what a compiled graph assigns to an object that it was handed was lost
+        before a checkpoint (own keys of zeros, seen in the executed CUDA kernels alone).
+        """
         layer = self.draft.model.layers[0]
         attn = layer.self_attn
         normed = layer.hidden_norm(a)
@@ -1162,11 +1182,13 @@ class TTTLoss(nn.Module):
         q = attn.queries(pre_q, position)
         o, lse = attend(q, k, v, mask, attn.scaling)
         if s > 0:
-            cache.write(s, attn.latents(pre_kv, position))
-            o_own, lse_own = remade(attn.latent_attention, q, cache.own(s))
+            own = TTTCache(cache)
+            own.write(s, attn.latents(pre_kv, position))
+            cache = own.buffer
+            o_own, lse_own = remade(attn.latent_attention, q, own.own(s))
             o = torch.lerp(o, o_own, torch.sigmoid(lse_own - lse)[..., None].to(o.dtype))  # one softmax over both parts
         a = layer.finish(a, attn.output(o, pre_gate))
-        return self.draft.model.norm(a) if self.draft.config.norm_output else a
+        return (self.draft.model.norm(a) if self.draft.config.norm_output else a), cache
 
     @torch.no_grad()
     def metrics(self, rows: RowBatch, per_row: Tensor, hit: Tensor) -> Metrics:
@@ -1191,30 +1213,41 @@ class Leaves:
     """The `Keys` that chunks differentiate to, and what all chunks say of them, in float32 (64 additions in bf16 are
     0.8% off, 448 2.1%). Their addresses stay: a captured graph that reads them copies nothing."""
 
-    def __init__(self, keys: Keys):
-        self.keys = Keys(*(None if x is None else torch.empty_like(x).requires_grad_() for x in keys))
-        self.gradients = Keys(*(None if x is None else torch.zeros_like(x, dtype=at_least_float32(x)) for x in keys))
+    def __init__(self, piece: Keys, slots: int):
+        whole = [None if x is None else (*x.shape[:-2], slots, x.shape[-1]) for x in piece]
+        pairs = list(zip(piece, whole, strict=True))
+        self.keys = Keys(*(None if x is None else x.new_empty(shape).requires_grad_() for x, shape in pairs))
+        self.gradients = Keys(
+            *(None if x is None else x.new_zeros(shape, dtype=at_least_float32(x)) for x, shape in pairs)
+        )
         for leaf, gradient in zip(self.keys, self.gradients, strict=True):
             if leaf is not None:
                 torch._dynamo.mark_static_address(leaf)
                 leaf.register_post_accumulate_grad_hook(partial(move_gradient, gradient))
 
-    def fit(self, keys: Keys) -> bool:
+    def fit(self, piece: Keys, slots: int) -> bool:
         return all(
-            (x is None and y is None) or (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
-            for x, y in zip(self.keys, keys, strict=True)
+            (leaf is None and x is None)
+            or (leaf.shape, leaf.dtype, leaf.device) == ((*x.shape[:-2], slots, x.shape[-1]), x.dtype, x.device)
+            for leaf, x in zip(self.keys, piece, strict=True)
         )
 
-    def set(self, keys: Keys) -> None:
-        for leaf, gradient, x in zip(self.keys, self.gradients, keys, strict=True):
+    def set(self, begin: int, piece: Keys) -> None:
+        for leaf, gradient, x in zip(self.keys, self.gradients, piece, strict=True):
             if leaf is not None:
-                leaf.copy_(x)
-                gradient.zero_()
+                leaf.narrow(-2, begin, x.shape[-2]).copy_(x)
+                gradient.narrow(-2, begin, x.shape[-2]).zero_()
 
-    def backward(self, keys: Keys) -> None:
-        """What was gathered, through the graph that made `keys`."""
-        pairs = [(x, d) for x, d in zip(keys, self.gradients, strict=True) if x is not None and x.requires_grad]
-        torch.autograd.backward([x for x, _ in pairs], [d.to(x.dtype) for x, d in pairs])
+    def backward(self, begin: int, piece: Keys) -> None:
+        """What was gathered for the piece, through the graph that made it. It is used up: pieces may overlap."""
+        made, found = [], []
+        for gradient, x in zip(self.gradients, piece, strict=True):
+            if x is not None and x.requires_grad:
+                part = gradient.narrow(-2, begin, x.shape[-2])
+                made.append(x)
+                found.append(part.to(x.dtype, copy=True))
+                part.zero_()
+        torch.autograd.backward(made, found)
 
 
 def move_gradient(gathered: Tensor, leaf: Tensor) -> None:

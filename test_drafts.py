@@ -362,7 +362,7 @@ def make_chunks(draft, batch, **options):
 
 
 def unroll(ttt, rows):
-    return ttt.unroll(ttt.keys(rows.tokens, rows.position, rows.features), rows)
+    return ttt.unroll(ttt.keys(F.pad(rows.tokens, (0, 1)), rows.position, rows.features), rows)
 
 
 def at_anchors(x, anchors):
