@@ -272,11 +272,12 @@ def check_memory(cell: Cell) -> None:
         draft = DRAFTS[cell.draft](make_config(cell.draft, cell.size))
     frozen = draft.model.embed_tokens.weight.numel()
     trained = sum(p.numel() for p in draft.parameters()) - frozen
-    parts = step_memory(draft.config, trained, frozen, cell.slots, cell.share, 4, "dense", STEPS)
+    form, chunk = "dense" if cell.baseline else "ours", cell.chunk or default_chunk(cell.slots, cell.device)
+    parts = step_memory(draft.config, trained, frozen, cell.slots, chunk, 4, form, STEPS)
     needed, there = sum(parts.values()), memory_of(cell.device)
     if cell.device == "cpu" and needed > there:
         raise ValueError(
-            f"{cell}: the baseline needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer "
+            f"{cell}: {'the baseline' if cell.baseline else 'a step'} needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer "
             "--row-tokens or another --size"
         )
 

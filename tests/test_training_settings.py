@@ -93,12 +93,12 @@ def test_what_cannot_be_used_is_said_before_anything_is_made(tmp_path, flags, sa
 
 
 def test_memory_is_asked_for_before_it_is_taken(runs, capsys, monkeypatch):
-    flags = ["--runs", runs, "--name", "giant", "--documents", 20, "--row-tokens", 256, "--accumulate", 60_000]
+    flags = ["--runs", runs, "--name", "giant", "--documents", 20, "--row-tokens", 256, "--batch-rows", 4000]
     assert train.cli([*map(str, flags), "--device", "cpu", "--dry-run"]) == 0  # plans for another machine
-    monkeypatch.setattr(train, "memory_of", lambda device: 1e9)
+    monkeypatch.setattr(train, "memory_of", lambda device: 1e8)
     assert train.cli([*map(str, flags), "--device", "cpu"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "a step needs about" in said and "--accumulate 60000" in said and not (runs / "giant").exists()
+    assert "a step needs about" in said and "--batch-rows 4000" in said and not (runs / "giant").exists()
 
 
 # -------------------------------------------------------------------------------------------------------- bad input

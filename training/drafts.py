@@ -313,17 +313,19 @@ def load_checkpoint(run: Path, draft: nn.Module, optimizer, device) -> tuple[int
     if misfits:
         raise ValueError(f"{newest} is another draft's ({', '.join(misfits[:3])} differ); resume with its own settings")
     draft.load_state_dict(stored)
-    with naming(newest / "training.pt", f"remove {newest} to go on from the checkpoint before it"):
-        state = torch.load(newest / "training.pt", map_location=device, weights_only=True)
+    file, todo = newest / "training.pt", f"remove {newest} to go on from the checkpoint before it"
+    with naming(file, todo):
+        state = torch.load(file, map_location=device, weights_only=True)
         check_training_state(state, newest, optimizer)
     if state.get("packing") != PACKING:
         raise ValueError(
             f"{newest} counts rows as an older version packed them, so its place in the data is lost; start another "
             f"--name with --init {newest}"
         )
-    groups = optimizer.state_dict()["param_groups"]  # what the settings say now
-    optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
-    torch.set_rng_state(state["rng"].cpu())
+    with naming(file, todo):
+        groups = optimizer.state_dict()["param_groups"]  # what the settings say now
+        optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        torch.set_rng_state(state["rng"].cpu())
     return state["step"], state["consumed"]
 
 
