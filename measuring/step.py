@@ -276,9 +276,10 @@ def check_memory(cell: Cell) -> None:
     parts = step_memory(draft.config, trained, frozen, cell.slots, chunk, 4, form, STEPS)
     needed, there = sum(parts.values()), memory_of(cell.device)
     if cell.device == "cpu" and needed > there:
+        what = "the baseline" if cell.baseline else "a step"
         raise ValueError(
-            f"{cell}: {'the baseline' if cell.baseline else 'a step'} needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer "
-            "--row-tokens or another --size"
+            f"{cell}: {what} needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer --row-tokens or "
+            "another --size"
         )
 
 

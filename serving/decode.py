@@ -64,7 +64,7 @@ class Decoded(NamedTuple):
         return Accepted(len(self.tokens) - 1, len(self.rounds))
 
 
-BUCKETS = {"0-2K": 2048, "2-8K": 8192, "8-32K": 32768, "32K-": float("inf")}  # by the position a chain starts at
+BUCKETS = {"0-2K": 2048, "2-8K": 8192, "8-32K": 32768, "32-128K": 131072, "128K-": float("inf")}  # where a chain starts
 
 
 def bucket(position: int) -> str:

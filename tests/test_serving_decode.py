@@ -106,8 +106,8 @@ def test_accept_lengths_are_pooled_by_depth_and_by_position():
     assert (Accepted(10, 5) + Accepted(90, 30)).length == 100 / 35
     rounds = [Round(2047, 3, 3, 4), Round(2048, 3, 1, 2), Round(8191, 3, 0, 1), Round(40000, 2, 2, 2)]
     assert decode.by_depth(rounds, 3) == [(3, 4), (2, 4), (1, 3)]
-    want = {"0-2K": Accepted(4, 1), "2-8K": Accepted(3, 2), "8-32K": Accepted(0, 0), "32K-": Accepted(2, 1)}
-    assert decode.by_bucket(rounds) == want
+    want = {"0-2K": Accepted(4, 1), "2-8K": Accepted(3, 2), "32-128K": Accepted(2, 1)}
+    assert decode.by_bucket(rounds) == dict.fromkeys(decode.BUCKETS, Accepted(0, 0)) | want
 
 
 @pytest.mark.parametrize("k", [2, None])
@@ -118,13 +118,14 @@ def test_the_walks_buckets_are_those_of_the_positions_and_sum_to_the_walk(k):
     metrics = SimpleNamespace(hit=hit & rows.valid)
     whole = walk(rows, metrics, k)
     found = set()
-    for start in (0, 2040, 8184, 32760, 50000):
+    for start in (0, 2040, 8184, 32760, 50000, 131064, 200000):
         moved = rows._replace(position=rows.position + start)
         buckets = decode.walk_by_bucket(moved, metrics, k)
         assert list(buckets) == list(decode.BUCKETS)
         assert sum(buckets.values(), Accepted(0, 0)) == whole == walk(moved, metrics, k)
         found.add(tuple(name for name, accepted in buckets.items() if accepted.rounds))
-    assert found == {("0-2K",), ("0-2K", "2-8K"), ("2-8K", "8-32K"), ("8-32K", "32K-"), ("32K-",)}
+    borders = {("0-2K", "2-8K"), ("2-8K", "8-32K"), ("8-32K", "32-128K"), ("32-128K", "128K-")}
+    assert found == borders | {("0-2K",), ("32-128K",), ("128K-",)}
 
 
 # ------------------------------------------------------------------------------------------------ targets with a cache

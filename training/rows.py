@@ -58,7 +58,9 @@ class Batch:
         if self.kept is not None:
             return self.kept
         made = self.make(self.filled, self.choice)
-        self.choice, self.kept = made.choice, made if self.keep else None
+        self.choice = made.choice
+        if self.keep:
+            self.kept, self.filled = made, None  # one copy of the states is enough
         return made
 
 
