@@ -278,8 +278,8 @@ def check_memory(cell: Cell) -> None:
     if cell.device == "cpu" and needed > there:
         what = "the baseline" if cell.baseline else "a step"
         raise ValueError(
-            f"{cell}: {what} needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer --row-tokens or "
-            "another --size"
+            f"{cell}: {what} needs about {needed / 1e9:,.0f} GB, there are {there / 1e9:,.0f}; take fewer "
+            "--row-tokens or another --size"
         )
 
 

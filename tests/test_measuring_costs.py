@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from measuring import step
@@ -36,7 +37,7 @@ def saved_at(name: str, c: int, part: str, slots: int, chunk: int = 80) -> int:
             given, function = baseline.prepare(batch), baseline
         else:
             (rows,), loss = ours.prepare(batch), ours.ttt_loss
-            given, function = (rows.tokens, rows.position, rows.features), loss.keys
+            given, function = (F.pad(rows.tokens, (0, 1)), rows.position, rows.features), loss.keys
         if part == "chunk":
             given = loss.read(rows).keys, next(iter(rows))
             function = lambda keys, rows: loss.chunk(keys, rows)[0]  # noqa: E731

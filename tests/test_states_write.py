@@ -52,7 +52,10 @@ def test_a_capture_killed_anywhere_resumes_to_the_same_bytes(tmp_path, target, d
 
 
 KILLED = """
-import os, sys, torch, capture, data, target
+import os, sys, torch
+from data.documents import Document
+from states.write import write_capture
+from target.model import load_target
 renames, replace = [], os.replace
 
 def replace_or_die(half, path):
@@ -62,8 +65,8 @@ def replace_or_die(half, path):
     replace(half, path)
 
 os.replace = replace_or_die
-documents = [data.Document(*x) for x in torch.load(sys.argv[1])]
-capture.write_capture(sys.argv[2], target.load_target(sys.argv[3]), documents, torch.float32)
+documents = [Document(*x) for x in torch.load(sys.argv[1])]
+write_capture(sys.argv[2], load_target(sys.argv[3]), documents, torch.float32)
 """
 
 
@@ -153,7 +156,7 @@ def test_a_capture_killed_before_its_first_document_begins_anew(tmp_path, target
     if stop > 0:
         (out / "index.jsonl").touch()
     if stop > 1:
-        (out / "capture.json.part").write_text("{")
+        (out / ".capture.json-17-0123abcd.part").write_text("{")
         (out / ".capture.json-17-0123abcd.part").write_text("{")
     if stop > 2:
         (out / "capture.json").write_bytes((tmp_path / "whole/capture.json").read_bytes())

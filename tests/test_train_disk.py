@@ -227,7 +227,7 @@ def test_no_content_of_training_pt_is_a_traceback(runs, brief, tmp_path):
     bad = [good | {"optimizer": {**good["optimizer"], "state": x}} for x in moments]
     bad += [good | {key: x} for key in ("step", "consumed") for x in (-1, 1.5, "2", None, True, 10**15, 7 * 10**30)]
     bad += [good | {"rng": x} for x in (None, 3, torch.zeros(3), torch.zeros(3, dtype=torch.uint8))]
-    bad += [{k: x for k, x in good.items() if k != key} for key in good]
+    bad += [{k: x for k, x in good.items() if k != key} for key in good.keys() - {"packing"}]
     bad += [good | {"optimizer": x} for x in ({}, None, [])] + [{}, [], 3, None, "x", good["rng"]]
     for state in bad:
         torch.save(state, file)
