@@ -157,7 +157,6 @@ def test_a_capture_killed_before_its_first_document_begins_anew(tmp_path, target
         (out / "index.jsonl").touch()
     if stop > 1:
         (out / ".capture.json-17-0123abcd.part").write_text("{")
-        (out / ".capture.json-17-0123abcd.part").write_text("{")
     if stop > 2:
         (out / "capture.json").write_bytes((tmp_path / "whole/capture.json").read_bytes())
     if stop > 3:
