@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch loads, as in
 import pytest
 import torch
 import transformers
+from tqdm import tqdm
 
 from data.conversations import answered
 from data.corpus import python_documents
@@ -24,6 +25,7 @@ from target.tiny import byte_tokenizer
 from tests.helpers import H, V, automodel, connector, specforge, speculators
 
 torch.set_num_threads(1)  # for what is made once
+tqdm.monitor_interval = 0  # its thread may hold the bars' lock while a process is forked, which then waits for ever
 
 
 @pytest.fixture(autouse=True)
