@@ -27,9 +27,10 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from data.documents import Document, Documents, Skipped
 from data.files import check_regular
-from data.templates import Converter, Made, TemplateHangs, gather
+from data.rendering import TemplateHangs
+from data.templates import Converter, Made, gather
 
-CACHE_VERSION = 2  # to be raised when the same lines give other documents
+CACHE_VERSION = 3  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
 LINE = 64 << 20  # bytes of the longest line

@@ -1,0 +1,131 @@
+"""How a target's chat template writes reasoning, tool calls and the ends of turns, told by rendering probes.
+
+    probe       <|User|>Q<|Assistant|><think>REASONING</think>ANSWER<end>      (or <o>think<s>REASONING<c>think<s>..)
+    open, close                       ^^^^^^^         ^^^^^^^^
+
+The closing tag ends as the opening one does (`think>`), whatever marks it as closing; so no list of tags is needed.
+"""
+
+import os.path
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from data.rendering import Skip
+
+OPEN, CLOSE = "<think>", "</think>"  # what data have inline, and what templates write that render no reasoning at all
+REASONING, ANSWER, ASK = "zqreasonqz", "zqanswerqz", {"role": "user", "content": "zqaskqz"}
+MARK = "\ue000"  # a private character, which marks what is looked for in a rendered text
+
+
+class Grammar(NamedTuple):
+    open: str | None  # None: the template knows no reasoning
+    close: str | None
+    lead: str  # between the closing tag and the answer
+    header: str  # what the generation prompt does with a thinking block behind a user's turn: "open", "closed" or ""
+    takes_objects: bool  # are arguments of tool calls wanted as an object, not as JSON text?
+    stops: tuple[str, str]  # what ends an answer, and calls of tools, where turns end without any token of their own
+
+    def split(self, header: str) -> tuple[str, str]:
+        """A generation prompt in its role and what it writes of a thinking block."""
+        at = -1 if self.open is None else header.rfind(self.open)
+        if at < 0 and self.close is not None:
+            at = header.rfind(self.close)
+        return (header, "") if at < 0 else (header[:at], header[at:])
+
+    def state(self, tail: str) -> str:
+        """Of a thinking block, behind what a generation prompt writes of it."""
+        return "" if not tail else "closed" if self.close in tail else "open"
+
+
+def tell_grammar(render: Callable[..., str], source: str, added: list[str]) -> Grammar:
+    """render: messages, then whether to add the generation prompt. source: of the template. added: the tokens that are
+    whole texts (special and others)."""
+    prompt, history = quietly(render, [ASK], True), quietly(render, [ASK])
+    header = prompt[len(common(prompt, history)) :]
+    objects, tags = takes_objects(render), None
+    nothing = {} if objects else "{}"
+    for extra in ({}, {"tool_calls": [call(nothing)]}):
+        said = {"role": "assistant", "content": ANSWER, "reasoning_content": REASONING, "reasoning": REASONING, **extra}
+        tags = tags or tags_of(quietly(render, [ASK, said]), prompt, added)
+    if tags is None and CLOSE in source:
+        tags = (OPEN, CLOSE, "")
+    stops = ("", "") if ends_turns(render, added) else tuple(stop(render, added, x) for x in (None, nothing))
+    without = Grammar(*(tags or (None, None, "")), "", objects, stops)
+    return without._replace(header=without.state(without.split(header)[1]))
+
+
+def quietly(render: Callable[..., str], *messages_and_prompt) -> str:
+    """Nothing where a template refuses a probe."""
+    try:
+        return render(*messages_and_prompt)
+    except Skip:
+        return ""
+
+
+def common(a: str, b: str) -> str:
+    """The longest text that both begin with."""
+    return os.path.commonprefix([a, b])
+
+
+def call(arguments) -> dict:
+    return {"id": "zq0", "type": "function", "function": {"name": "zqcallqz", "arguments": arguments}}
+
+
+def tags_of(text: str, prompt: str, added: list[str]) -> tuple[str, str, str] | None:
+    """The opening tag, the closing one, and what stands between that and an answer; None: no reasoning in tags."""
+    before, found, after = text.partition(REASONING)
+    between, also, _ = after.partition(ANSWER)
+    if not (found and also):
+        return None
+    best = "", "", 0
+    for opening in (before.rstrip(), prompt.rstrip()):
+        for n in range(1, min(len(opening), len(between)) + 1):
+            if opening[-n:] not in between:
+                break
+            best = max(best, (opening, opening[-n:], n), key=lambda x: x[2])
+    opening, tail, n = best
+    if not re.search(r"\w{2}", tail):
+        return None
+    end = between.index(tail) + n
+    return opening[tag_begin(opening, len(opening) - n, added) :], between[:end].lstrip(), between[end:]
+
+
+def tag_begin(opening: str, at: int, added: list[str]) -> int:
+    """Where the tag begins whose end is known from `at` on: with the token that reaches there, or a bracket."""
+    for token in sorted(added, key=len, reverse=True):
+        begin = opening.rfind(token, 0, at + len(token))
+        if begin >= 0 and begin < at <= begin + len(token):
+            return begin
+    return max(opening.rfind("<", 0, at), opening.rfind("[", 0, at), 0)
+
+
+def takes_objects(render: Callable[..., str]) -> bool:
+    """False where an object makes the template fail, or write it as Python does."""
+    said = {"role": "assistant", "content": "", "tool_calls": [call({"zq": "zq"})]}
+    text = quietly(render, [ASK, said])
+    if text:
+        return str({"zq": "zq"}) not in text
+    said["tool_calls"] = [call('{"zq": "zq"}')]
+    return not quietly(render, [ASK, said])
+
+
+def ends_turns(render: Callable[..., str], added: list[str]) -> bool:
+    """Does an answer end in a token of its own?"""
+    _, found, end = quietly(render, [ASK, {"role": "assistant", "content": ANSWER}]).partition(ANSWER)
+    return not found or any(token in end for token in added)
+
+
+def stop(render: Callable[..., str], added: list[str], arguments) -> str:
+    """The token that begins the next turn, which is then what an engine waits for, behind an answer or, with their
+    arguments, calls of tools; "": there is none."""
+    said, after = {"role": "assistant", "content": ANSWER}, ASK
+    if arguments is not None:
+        said = {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}
+        after = {"role": "tool", "content": "zq", "tool_call_id": "zq0", "name": "zqcallqz"}
+    alone, followed = quietly(render, [ASK, said]), quietly(render, [ASK, said, after])
+    if not alone or not followed.startswith(alone):
+        return ""
+    tokens = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+    found = re.match(rf"\s*(?:{tokens})", followed[len(alone) :])
+    return found[0] if added and found else ""
