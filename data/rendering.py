@@ -4,6 +4,7 @@ Knows tokenizers, never models.
 """
 
 import ctypes
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -64,6 +65,20 @@ LIMIT = TimeLimit()
 
 class Skip(Exception):
     """Why a conversation, or one turn of it, is not learned."""
+
+
+def read_arguments(given: list[str] | None) -> dict:
+    """NAME=VALUE as a template takes them: a value is JSON where it can be, else text. ValueError: anything else."""
+    words, out = {"true": True, "false": False, "null": None, "none": None}, {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier() or name in RESERVED:
+            raise ValueError(f"holds {text[:60]!r}; NAME=VALUE of an argument of the chat template is wanted")
+        try:
+            out[name] = words[value.lower()] if value.lower() in words else json.loads(value)
+        except (ValueError, RecursionError):
+            out[name] = value
+    return out
 
 
 def check_template(tokenizer) -> None:

@@ -25,7 +25,7 @@ from training.ranks import Ranks
         ('{"loss": "mse"}', "loss is 'mse'; one of ce, alpha, lambda"),
         ('{"loss": ["ce"]}', "loss is ['ce']; text is wanted"),
         ('{"target": {"a": {}}}', "target is {'a': {}}"),
-        ('{"data": "chats.jsonl"}', "data is 'chats.jsonl'; a list of paths"),
+        ('{"data": "chats.jsonl"}', "data is 'chats.jsonl'; a list of texts"),
         ('{"data": ["chats.jsonl", 3]}', "data holds 3"),
         ('{"data": []}', "data is ''; it must not be empty"),
         ('{"model": ""}', "model is ''; it must not be empty"),
