@@ -78,17 +78,15 @@ def tags_of(text: str, prompt: str, added: list[str]) -> tuple[str, str, str] | 
     between, also, _ = after.partition(ANSWER)
     if not (found and also):
         return None
-    best = "", "", 0
-    for opening in (before.rstrip(), prompt.rstrip()):
-        for n in range(1, min(len(opening), len(between)) + 1):
-            if opening[-n:] not in between:
-                break
-            best = max(best, (opening, opening[-n:], n), key=lambda x: x[2])
-    opening, tail, n = best
-    if not re.search(r"\w{2}", tail):
+    for opening in (before.rstrip(), prompt.rstrip()):  # some templates write the opening tag in prompts alone
+        fitting = (n for n in range(len(opening), 0, -1) if opening[-n:] in between)
+        tail = opening[len(opening) - next(fitting, 0) :]
+        if re.search(r"\w{2}", tail):
+            break
+    else:
         return None
-    end = between.index(tail) + n
-    return opening[tag_begin(opening, len(opening) - n, added) :], between[:end].lstrip(), between[end:]
+    end = between.index(tail) + len(tail)
+    return opening[tag_begin(opening, len(opening) - len(tail), added) :], between[:end].lstrip(), between[end:]
 
 
 def tag_begin(opening: str, at: int, added: list[str]) -> int:
