@@ -27,6 +27,7 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from data.documents import Document, Documents, Skipped
 from data.files import check_regular
+from data.grammar import stop_ids
 from data.rendering import TemplateHangs
 from data.templates import Converter, Made, gather
 
@@ -261,7 +262,7 @@ def work(piece: Piece) -> list[Made]:
 def fingerprint(tokenizer, reasoning: str, template_args: dict) -> bytes:
     """Of all that decides what a line becomes, but the line."""
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    names = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
+    names = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map, stop_ids(tokenizer)]
     settings = [CACHE_VERSION, transformers.__version__, reasoning, template_args, names, vocabulary]
     return hashlib.sha256(json.dumps(settings, default=str).encode()).digest()
 

@@ -6,9 +6,11 @@
 The closing tag ends as the opening one does (`think>`), whatever marks it as closing; so no list of tags is needed.
 """
 
+import json
 import os.path
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from data.rendering import Skip
@@ -38,9 +40,9 @@ class Grammar(NamedTuple):
         return "" if not tail else "closed" if self.close in tail else "open"
 
 
-def tell_grammar(render: Callable[..., str], source: str, added: list[str]) -> Grammar:
+def tell_grammar(render: Callable[..., str], source: str, added: list[str], waited_for: list[str]) -> Grammar:
     """render: messages, then whether to add the generation prompt. source: of the template. added: the tokens that are
-    whole texts (special and others)."""
+    whole texts (special and others). waited_for: those of them at which an engine stops."""
     prompt, history = quietly(render, [ASK], True), quietly(render, [ASK])
     header = prompt[len(common(prompt, history)) :]
     objects, tags = takes_objects(render), None
@@ -50,7 +52,7 @@ def tell_grammar(render: Callable[..., str], source: str, added: list[str]) -> G
         tags = tags or tags_of(quietly(render, [ASK, said]), prompt, added)
     if tags is None and CLOSE in source:
         tags = (OPEN, CLOSE, "")
-    stops = ("", "") if ends_turns(render, added) else tuple(stop(render, added, x) for x in (None, nothing))
+    stops = ("", "") if ends_turns(render, added) else tuple(stop(render, waited_for, x) for x in (None, nothing))
     without = Grammar(*(tags or (None, None, "")), "", objects, stops)
     return without._replace(header=without.state(without.split(header)[1]))
 
@@ -114,9 +116,9 @@ def ends_turns(render: Callable[..., str], added: list[str]) -> bool:
     return not found or any(token in end for token in added)
 
 
-def stop(render: Callable[..., str], added: list[str], arguments) -> str:
-    """The token that begins the next turn, which is then what an engine waits for, behind an answer or, with their
-    arguments, calls of tools; "": there is none."""
+def stop(render: Callable[..., str], waited_for: list[str], arguments) -> str:
+    """The token that begins the next turn, where an engine waits for it, behind an answer or, with their arguments,
+    calls of tools; "": there is none."""
     said, after = {"role": "assistant", "content": ANSWER}, ASK
     if arguments is not None:
         said = {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}
@@ -124,6 +126,18 @@ def stop(render: Callable[..., str], added: list[str], arguments) -> str:
     alone, followed = quietly(render, [ASK, said]), quietly(render, [ASK, said, after])
     if not alone or not followed.startswith(alone):
         return ""
-    tokens = "|".join(map(re.escape, sorted(added, key=len, reverse=True)))
+    tokens = "|".join(map(re.escape, sorted(waited_for, key=len, reverse=True)))
     found = re.match(rf"\s*(?:{tokens})", followed[len(alone) :])
-    return found[0] if added and found else ""
+    return found[0] if waited_for and found else ""
+
+
+def stop_ids(tokenizer) -> list[int] | None:
+    """The tokens at which an engine stops, by the files beside the tokenizer's; None: they do not say."""
+    for name in ("generation_config.json", "config.json") if tokenizer.name_or_path else ():
+        try:
+            ids = json.loads((Path(tokenizer.name_or_path) / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError, RecursionError):  # no such file, or not what it should be
+            continue
+        if ids is not None:
+            return ids if isinstance(ids, list) else [ids]
+    return None

@@ -36,7 +36,7 @@ import torch
 from tokenizers import processors
 
 from data.documents import Document, Skipped, listed
-from data.grammar import Grammar, tell_grammar
+from data.grammar import Grammar, stop_ids, tell_grammar
 from data.records import Chat, arguments_of, load_list, parse, read_chat
 from data.rendering import Skip, TemplateHangs, check_template, render
 from data.turns import Turns
@@ -71,7 +71,9 @@ class Converter:
     def __init__(self, tokenizer, reasoning: str, template_args: dict | None = None):
         self.tokenizer, self.masks_reasoning = tokenizer, reasoning == "mask"
         self.template_args, self.grammars = template_args or {}, {}
-        self.ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+        added, stops = tokenizer.added_tokens_decoder, stop_ids(tokenizer)
+        self.ends = tuple(str(token) for token in added.values())
+        self.waited_for = [str(token) for i, token in added.items() if stops is None or i in stops]
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.backend = None
         if tokenizer.is_fast:
@@ -142,7 +144,7 @@ class Converter:
         def rendered(messages, add_generation_prompt=False):
             return render(self.tokenizer, messages, None, arguments, add_generation_prompt)
 
-        return tell_grammar(rendered, str(self.tokenizer.chat_template), list(self.ends))
+        return tell_grammar(rendered, str(self.tokenizer.chat_template), list(self.ends), self.waited_for)
 
     def texts(self, chat: Chat, turns: Turns) -> tuple[list[Text], list[str]]:
         """The documents of a conversation, and why some of its turns are not learned."""

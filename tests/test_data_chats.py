@@ -39,9 +39,10 @@ def tokenizer_of(template):
     return tokenizer
 
 
-def learned(template, record, reasoning="train", **arguments):
-    """Texts with [what is learned], reasons, notes."""
+def learned(template, record, reasoning="train", folder="", **arguments):
+    """Texts with [what is learned], reasons, notes. folder: of the target."""
     tokenizer = tokenizer_of(template)
+    tokenizer.name_or_path = str(folder)
     made = Converter(tokenizer, reasoning, arguments).convert(json.dumps([record]).encode(), is_list=True)
     cuts, texts = made.lengths.cumsum()[:-1], []
     for ids, mask in zip(np.split(made.tokens, cuts), np.split(made.loss_mask, cuts), strict=True):
@@ -388,10 +389,15 @@ def test_what_follows_the_last_answer_is_left_off():
         assert learned(V3, {"messages": turns("Q", "A") + rest}) == (wanted, [], {UNANSWERED: 1})
 
 
-def test_the_stop_token_is_learned_where_the_next_turn_brings_it():
+def test_the_stop_token_is_learned_where_the_next_turn_brings_it(tmp_path):
     unstopped = loop("<|user|>{{ m.content }}", "<|assistant|>{{ m.content }}", "", "<|assistant|>")
     texts, _, _ = learned(unstopped, {"messages": turns("Q", "A", "P", "B")})
     assert texts == ["<|user|>Q<|assistant|>[A<|user|>]P<|assistant|>[B<|user|>]"]
+    i = tokenizer_of(unstopped).convert_tokens_to_ids("<|user|>")
+    for name, stops in (("config", i), ("generation_config", [1, i]), ("generation_config", 1)):  # what an engine reads
+        (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": stops}))
+        texts, _, _ = learned(unstopped, {"messages": turns("Q", "A")}, folder=tmp_path)
+        assert texts == ["<|user|>Q<|assistant|>[A<|user|>]" if stops != 1 else "<|user|>Q<|assistant|>[A]"]
     between = unstopped.replace("{% endfor %}", "{% if not loop.last %}" + EOS + "{% endif %}{% endfor %}", 1)
     between = between.replace("{% if add_generation_prompt %}", "{% if add_generation_prompt %}" + EOS)
     texts, _, _ = learned(between, {"messages": turns("Q", "A")})

@@ -263,6 +263,8 @@ def check_together(args: Settings) -> None:
     """ValueError: values that this machine or the other ones rule out."""
     if args.follow_gb and not args.follow:
         raise ValueError("--follow-gb bounds what waits in the folder of --follow; name that as well")
+    if args.chat_template and not Path(args.chat_template).exists():
+        raise ValueError(f"--chat-template {args.chat_template} does not exist; a file of a chat template is wanted")
     check_draft_vocab(args.draft_vocab)
     check_device(args.device)
     if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:
