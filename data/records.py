@@ -13,6 +13,8 @@ THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of reasoning;
 ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 CALLS = "function_call"  # ShareGPT's role of an assistant turn that calls tools
+NO_ID = f"{MARK}id{MARK}"
+NO_CALLS = "the template renders no tool calls"
 UNANSWERED = "conversations cut behind their last answer"
 
 
@@ -167,12 +169,15 @@ def mark_call(n: int, call: dict) -> dict:
     function, mark = call["function"], f"{MARK}{n}{MARK}"
     arguments = function["arguments"]
     arguments = mark + arguments if isinstance(arguments, str) else {mark: "", **arguments}
-    return call | {"function": function | {"name": mark + function["name"], "arguments": arguments}}
+    return {"id": NO_ID, **call, "function": function | {"name": mark + function["name"], "arguments": arguments}}
 
 
-def shows_calls(text: str, calls: list[dict]) -> bool:
-    """Does a rendering of a marked turn have all its calls?"""
-    return all(f"{MARK}{n}{MARK}" in text for n in range(len(calls)))
+def check_calls(text: str, calls: list[dict]) -> None:
+    """Skip: a rendering of the marked turn lacks one of its calls, or has ids that the turn does not say."""
+    if not all(f"{MARK}{n}{MARK}" in text for n in range(len(calls))):
+        raise Skip(NO_CALLS)
+    if NO_ID in text:
+        raise Skip("tool calls without the id that the template renders")
 
 
 def parse(line: bytes | str):

@@ -3,12 +3,11 @@
 from collections import Counter
 
 from data.grammar import CLOSE, OPEN, Grammar, common
-from data.records import Chat, marked, shows_calls
+from data.records import Chat, check_calls, marked
 from data.rendering import Skip, render
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
 UNOPENED = "reasoning that neither the prompt nor the template opens"
-NO_CALLS = "the template renders no tool calls"
 NO_ANSWER = "the template does not render the answer"
 DROPPED = "turns without their reasoning, which the template does not render"
 
@@ -44,8 +43,8 @@ class Turns:
         said = self.said(through[begin:], tail, message)
         if message["content"].strip() not in said:
             raise Skip(NO_ANSWER)
-        if calls and not shows_calls(self.render([*before, marked(message)]), calls):
-            raise Skip(NO_CALLS)
+        if calls:
+            check_calls(self.render([*before, marked(message)]), calls)
         end = said.rstrip()
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
         return prompt, said + self.grammar.stops[bool(calls)]

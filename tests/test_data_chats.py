@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from data.conversations import read_conversations
-from data.records import UNANSWERED
+from data.records import NO_CALLS, UNANSWERED
 from data.rendering import read_arguments
 from data.templates import Converter
-from data.turns import DROPPED, NO_ANSWER, NO_CALLS, UNOPENED
+from data.turns import DROPPED, NO_ANSWER, UNOPENED
 from tests.helpers import BOS, EOS, GOOD, TEMPLATES, chat_tokenizer, turns, write_lines
 from training.sources import with_template
 
@@ -336,6 +336,18 @@ def test_what_the_template_does_not_render_leaves_the_turn_out():
         .replace("<|im_middle|>{{ m.content }}{% for c", "<|im_middle|>{% for c")
     )
     assert learned(only_calls, {"messages": [*turns("Q"), said]})[1] == [NO_ANSWER]
+
+
+def test_an_id_that_the_template_renders_must_be_there():
+    """Kimi K2 names a call by its id alone."""
+    template = kimi("").replace("{{ c.function.name }}", "{{ c.id }}")
+    said = {"role": "assistant", "content": "", "tool_calls": [call('{"k": 2}') | {"id": "functions.near:0"}]}
+    start = KIMI[0].replace("{q}", "Q") + KIMI[1]
+    wanted = start + "[" + NEAR.replace("near", "functions.near:0") + "<|im_end|>]"
+    assert learned(template, {"messages": [*turns("Q"), said]}) == ([wanted], [], {})
+    said["tool_calls"][0].pop("id")
+    reason = "tool calls without the id that the template renders"
+    assert learned(template, {"messages": [*turns("Q"), said]})[1] == [reason]
 
 
 def test_sharegpt_calls_tools_and_keeps_its_system_prompt_and_tools_beside():
