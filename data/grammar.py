@@ -28,12 +28,12 @@ class Grammar(NamedTuple):
     takes_objects: bool  # are arguments of tool calls wanted as an object, not as JSON text?
     stops: tuple[str, str]  # what ends an answer, and calls of tools, where turns end without any token of their own
 
-    def split(self, header: str) -> tuple[str, str]:
-        """A generation prompt in its role and what it writes of a thinking block."""
+    def tail(self, header: str) -> str:
+        """What a generation prompt writes of a thinking block."""
         at = -1 if self.open is None else header.rfind(self.open)
         if at < 0 and self.close is not None:
             at = header.rfind(self.close)
-        return (header, "") if at < 0 else (header[:at], header[at:])
+        return "" if at < 0 else header[at:]
 
     def state(self, tail: str) -> str:
         """Of a thinking block, behind what a generation prompt writes of it."""
@@ -54,7 +54,7 @@ def tell_grammar(render: Callable[..., str], source: str, added: list[str], wait
         tags = (OPEN, CLOSE, "")
     stops = ("", "") if ends_turns(render, added) else tuple(stop(render, waited_for, x) for x in (None, nothing))
     without = Grammar(*(tags or (None, None, "")), "", objects, stops)
-    return without._replace(header=without.state(without.split(header)[1]))
+    return without._replace(header=without.state(without.tail(header)))
 
 
 def quietly(render: Callable[..., str], *messages_and_prompt) -> str:

@@ -11,8 +11,8 @@ generation prompt brings (an empty thinking block) is never learned.
     learned                                            ^^^^^^^^^^^
 
 A template may render the history of an answered turn differently from what that turn's prompt was (reasoning is
-dropped once an answer exists): then the generation prompt's role, the last before the turn's own text, tells where in
-it the answer begins; and what is learned stands behind the prompt as the engine gives it.
+dropped once an answer exists): then the generation prompt, which stands between the text of the last message and the
+answer's own, tells where the answer begins; and what is learned stands behind the prompt as the engine gives it.
 
 Turns share a document while the prompt of the next one begins with all that came so far. Where it does not, a new
 document begins with that prompt, and only its last turn is learned: every turn is learned once, behind the very text

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from data.grammar import CLOSE, OPEN, Grammar, common
+from data.grammar import CLOSE, MARK, OPEN, Grammar, common
 from data.records import Chat, check_calls, marked
 from data.rendering import Skip, render
 
@@ -35,11 +35,11 @@ class Turns:
             raise Skip("an empty answer")
         prompt = self.render(before, add_generation_prompt=True)
         through = self.render([*before, message])
-        role, tail = "", ""
-        if self.grammar.close is not None or not through.startswith(prompt):
-            role, tail = self.grammar.split(prompt[len(common(prompt, self.render(before))) :])
+        tail = ""
+        if self.grammar.close is not None:
+            tail = self.grammar.tail(prompt[len(common(prompt, self.render(before))) :])
         upto = prompt.removesuffix(tail)
-        begin = len(upto) if through.startswith(upto) else self.located(i, through, role, upto)
+        begin = len(upto) if through.startswith(upto) else self.located(i, through, tail)
         said = self.said(through[begin:], tail, message)
         if message["content"].strip() not in said:
             raise Skip(NO_ANSWER)
@@ -49,17 +49,17 @@ class Turns:
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
         return prompt, said + self.grammar.stops[bool(calls)]
 
-    def located(self, i: int, through: str, role: str, upto: str) -> int:
-        """Where answer i begins in a rendering that rewrites the history before it: behind the last role that stands
-        before all that the answer says itself; without a role, behind all that came since the last answer."""
-        fixed = common(through, self.render([*self.chat.messages[:i], marked(self.chat.messages[i])]))
-        if not role.strip():
-            last = max((n for n in range(i) if self.chat.messages[n]["role"] == "assistant"), default=None)
-            known = "" if last is None else self.render(self.chat.messages[: last + 1])
-            role = upto[len(common(known, upto)) :]
+    def located(self, i: int, through: str, tail: str) -> int:
+        """Where answer i begins in a rendering that rewrites the history before it: what the prompt has behind the text
+        of its last message, the role included, stands there between that text and the answer's own."""
+        message, before = self.chat.messages[i], self.chat.messages[:i]
+        own = len(common(through, self.render([*before, marked(message)])))
+        asked = [*before[:-1], before[-1] | {"content": before[-1]["content"] + MARK}]
+        role = self.render(asked, add_generation_prompt=True).rpartition(MARK)[2].removesuffix(tail)
+        _, *between = self.render([*asked, marked(message)]).split(MARK)
         for text in (role, role.rstrip()):
-            if text and (at := fixed.rfind(text)) >= 0:
-                return at + len(text)
+            if len(between) > 1 and between[0].startswith(text):
+                return own - len(between[0]) + len(text)
         raise Skip(REWRITTEN)
 
     def said(self, body: str, tail: str, message: dict) -> str:

@@ -16,7 +16,7 @@ from data.conversations import read_conversations
 from data.records import NO_CALLS, UNANSWERED
 from data.rendering import read_arguments
 from data.templates import Converter
-from data.turns import DROPPED, NO_ANSWER, UNOPENED
+from data.turns import DROPPED, NO_ANSWER, REWRITTEN, UNOPENED
 from tests.helpers import BOS, EOS, GOOD, TEMPLATES, chat_tokenizer, turns, write_lines
 from training.sources import with_template
 
@@ -454,13 +454,25 @@ def test_any_pair_of_tags_is_told_from_the_template():
 
 
 def test_a_user_who_writes_the_role_does_not_move_the_answer():
-    """In history that is rewritten, the last role before the answer's own text is looked for."""
+    """In history that is rewritten, the role is looked for between the last message's text and the answer's own."""
     family = FAMILIES["K2 Thinking"]
     chat = [*turns("Q"), {"role": "assistant", "content": "", "tool_calls": [call("{}")], "reasoning_content": "hm"}]
     chat += [{"role": "tool", "content": f"x{family.role}y"}]
     chat += [{"role": "assistant", "content": f"B{family.role}C", "reasoning_content": "so"}]
     (text,), _, notes = learned(family.template, {"messages": chat})
     assert text.endswith(f"<|im_end|>{family.role}[<think>so</think>B{family.role}C<|im_end|>]") and not notes
+
+
+def test_an_answer_in_rewritten_history_without_a_role_is_found_or_left_out():
+    """DeepSeek's grammar has nothing between tool output and answer; or a turn lacks the role that its prompt has."""
+    chat = [*turns("Q"), {"role": "assistant", "content": "", "tool_calls": [call("{}")]}]
+    chat += [{"role": "tool", "content": "2"}, {"role": "assistant", "content": "B"}]
+    rewrites = V3.replace("{{ bos_token }}", "{{ messages | length }}")
+    called = NEAR.replace('"k": 2', "") + EOS
+    texts = [f"<|User|>Q<|Assistant|>[{called}]", f"<|User|>Q<|Assistant|>{called}<|tool_output|>2[B{EOS}]"]
+    assert learned(rewrites, {"messages": chat})[0] == ["1" + texts[0], "3" + texts[1]]
+    lost = rewrites.replace("previtem.role != 'tool'", "previtem.role != 'user'")
+    assert learned(lost, {"messages": turns("Q", "A", "P", "B")})[1] == [REWRITTEN]
 
 
 # ------------------------------------------------------------------------------------------ what a template is given

@@ -314,6 +314,7 @@ def test_tokenised_rows_pass_unchanged(tmp_path):
 
 
 FAILS = "{% if 'boom' in messages[0].content %}{{ raise_exception('no boom') }}{% endif %}" + TEMPLATES["V3"]
+FORGETS = "<|User|>{{ m.content if loop.last }}"
 REWRITES = TEMPLATES["V3"].replace("{{ bos_token }}", "{{ bos_token }}{{ messages | length }}")
 BAD = {
     "invalid JSON": ['{"messages": [', "\x00\x01", "[" * 100_000, "1" * 9_999, "NaN,"],
@@ -382,7 +383,7 @@ def test_an_answer_that_cannot_be_told_from_its_prompt_is_skipped(tmp_path):
     documents, _ = read_chats(tmp_path, chat_tokenizer(REWRITES), GOOD)
     assert_are(documents, f"{BOS}1<|User|>Q<|Assistant|>[A{EOS}]")  # behind the prompt that an engine gives
     with pytest.raises(ValueError, match="1 x the template renders the prompt differently once it is answered"):
-        read_chats(tmp_path, chat_tokenizer(REWRITES.replace("<|Assistant|>", "{{ '' }}")), GOOD)
+        read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3"].replace("<|User|>{{ m.content }}", FORGETS)), GOOD)
     with pytest.raises(ValueError, match="1 x no reasoning, where the generation prompt opens a thinking block"):
         read_chats(tmp_path, chat_tokenizer(TEMPLATES["R1"]), GOOD)
     unfinished = turns("Q", "A")
