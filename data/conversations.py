@@ -27,9 +27,11 @@ from transformers.dynamic_module_utils import init_hf_modules
 
 from data.documents import Document, Documents, Skipped
 from data.files import check_regular
-from data.templates import Converter, Made, TemplateHangs, gather
+from data.grammar import stop_ids
+from data.rendering import TemplateHangs
+from data.templates import Converter, Made, gather
 
-CACHE_VERSION = 2  # to be raised when the same lines give other documents
+CACHE_VERSION = 3  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
 LINE = 64 << 20  # bytes of the longest line
@@ -45,15 +47,17 @@ def read_conversations(
     workers: int | None = None,
     cache: Path | None = None,
     progress: bool = True,
+    template_args: dict | None = None,
 ) -> tuple["Documents", "Report"]:
     """Documents of at most `row_tokens` tokens with something to learn, in the order of files and lines, and what
     became of the rest.
 
     paths: files (`.jsonl`, `.jsonl.gz`, `.json` with a list or lines) and folders of them. A line is
-    {"messages": [{"role", "content", ..}], "tools": ..}, ShareGPT's {"conversations": [{"from", "value"}]}, or
-    {"input_ids", "loss_mask"}; forms may be mixed. reasoning: "mask" learns no thinking block. workers: processes, None
-    for as many as pay; they change nothing but the time. cache: a folder that keeps the tokens of every piece of a file
-    by its content, the tokenizer and its template.
+    {"messages": [{"role", "content", ..}]}, ShareGPT's {"conversations": [{"from", "value"}]}, {"prompt",
+    "completion"} (texts or messages), each with "tools", "system" and "chat_template_kwargs" beside, or {"input_ids",
+    "loss_mask"}; forms may be mixed. reasoning: "mask" learns no thinking block. workers: processes, None for as many
+    as pay; they change nothing but the time. cache: a folder that keeps the tokens of every piece of a file by its
+    content, the tokenizer, its template and what that is given: template_args, under a record's own.
     ValueError: a path without such files, no conversation left (with the reasons); a bad line is skipped and counted.
     """
     if reasoning not in ("train", "mask"):
@@ -61,9 +65,10 @@ def read_conversations(
     pieces = [piece for path in find_files(paths) for piece in cut_file(path)]
     if cache is not None:
         Path(cache).mkdir(parents=True, exist_ok=True)
+    how = (tokenizer, reasoning, template_args or {})
     report, parts, line, size = Report(), [], 0, sum(piece.end - piece.begin for piece in pieces)
     with tqdm(total=size, desc="conversations", unit="B", unit_scale=True, disable=not progress) as bar:
-        for piece, several in zip(pieces, convert_all(pieces, tokenizer, reasoning, workers, cache), strict=True):
+        for piece, several in zip(pieces, convert_all(pieces, how, workers, cache), strict=True):
             line = 0 if piece.begin == 0 else line
             for made in several:
                 parts.append(fit_rows(made, piece.path, line, row_tokens, report))
@@ -82,9 +87,11 @@ def read_conversations(
     return documents, report
 
 
-def answered(tokenizer, pairs: list[tuple[str, str]], source: str = "corpus") -> list[Document]:
+def answered(
+    tokenizer, pairs: list[tuple[str, str]], source: str = "corpus", template_args: dict | None = None
+) -> list[Document]:
     """Documents of (prompt, answer) pairs: a user and an assistant turn each. ValueError: nothing to learn in one."""
-    converter, turns = Converter(tokenizer, "train"), ("user", "assistant")
+    converter, turns = Converter(tokenizer, "train", template_args), ("user", "assistant")
     return [
         converter.documents(
             [{"role": role, "content": text} for role, text in zip(turns, pair, strict=True)], source=f"{source}:{i}"
@@ -223,17 +230,17 @@ def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: R
 # ---------------------------------------------------------------------------------------------- processes and the cache
 
 
-def convert_all(pieces: list[Piece], tokenizer, reasoning: str, workers: int | None, cache) -> Iterator[list[Made]]:
-    """What became of every piece, in order."""
-    key = None if cache is None else fingerprint(tokenizer, reasoning)
+def convert_all(pieces: list[Piece], how: tuple, workers: int | None, cache) -> Iterator[list[Made]]:
+    """What became of every piece, in order. how: what a Converter is made of."""
+    key = None if cache is None else fingerprint(*how)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if workers is None:  # alone, a fast tokenizer uses two cores by itself
         workers = cpus if cpus > 2 and sum(p.end - p.begin for p in pieces) >= POOL_FROM else 1
     if min(workers, len(pieces)) <= 1:
-        converter = Converter(tokenizer, reasoning)
+        converter = Converter(*how)
         yield from (cached(converter, piece, cache, key) for piece in pieces)
         return
-    state = pickle.dumps((tokenizer, reasoning, cache, key))
+    state = pickle.dumps((how, cache, key))
     spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
     with ProcessPoolExecutor(min(workers, len(pieces)), spawn, start_worker, (state,)) as pool:
         yield from pool.map(work, pieces)
@@ -243,8 +250,8 @@ def start_worker(state: bytes) -> None:
     global worker_state
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     init_hf_modules()  # where classes of --trust-remote-code tokenizers are found
-    tokenizer, reasoning, cache, key = pickle.loads(state)
-    worker_state = Converter(tokenizer, reasoning), cache, key
+    how, cache, key = pickle.loads(state)
+    worker_state = Converter(*how), cache, key
 
 
 def work(piece: Piece) -> list[Made]:
@@ -252,11 +259,11 @@ def work(piece: Piece) -> list[Made]:
     return cached(converter, piece, cache, key)
 
 
-def fingerprint(tokenizer, reasoning: str) -> bytes:
+def fingerprint(tokenizer, reasoning: str, template_args: dict) -> bytes:
     """Of all that decides what a line becomes, but the line."""
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    names = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map]
-    settings = [CACHE_VERSION, transformers.__version__, reasoning, names, vocabulary]
+    names = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map, stop_ids(tokenizer)]
+    settings = [CACHE_VERSION, transformers.__version__, reasoning, template_args, names, vocabulary]
     return hashlib.sha256(json.dumps(settings, default=str).encode()).digest()
 
 

@@ -1,33 +1,34 @@
 """Conversations to documents with a loss mask, in the target's own chat template.
 
 An assistant turn is rendered twice: with everything before it and the generation prompt, which is what an engine is
-given, and once more with the turn itself. What the second has beyond the first is what the target says: it is learned,
-up to and with its end of turn; nothing of the first is. So no template needs `{% generation %}`, and whatever a
+given, and once more with the turn itself. What the second has behind the generation prompt is what the target says: it
+is learned, up to and with its end of turn; nothing before is. So no template needs `{% generation %}`, and whatever a
 generation prompt brings (an empty thinking block) is never learned.
 
-    prompt of turn 1    <|User|>Hi<|Assistant|></think>
+    history             <|User|>Hi
+    prompt of turn 1    <|User|>Hi<|Assistant|></think>         the generation prompt: a role, and a thinking block
     with turn 1         <|User|>Hi<|Assistant|></think>Hello.<end>
     learned                                            ^^^^^^^^^^^
 
-Turns share a document while the prompt of the next one begins with all that came so far. Where a template renders
-history differently (the reasoning of earlier turns is left out) a new document begins with that prompt, and only its
-last turn is learned: every turn is learned once, behind the very text that an engine would give.
+A template may render the history of an answered turn differently from what that turn's prompt was (reasoning is
+dropped once an answer exists): then the generation prompt, which stands between the text of the last message and the
+answer's own, tells where the answer begins; and what is learned stands behind the prompt as the engine gives it.
 
-Thinking templates (they write `</think>`) often drop the reasoning even of the last turn, although the target says it.
-Such a turn is put together again: `<think>` unless the prompt opened it, reasoning, `</think>`, and the rendered rest.
+Turns share a document while the prompt of the next one begins with all that came so far. Where it does not, a new
+document begins with that prompt, and only its last turn is learned: every turn is learned once, behind the very text
+that an engine would give.
+
+Thinking templates often drop the reasoning even of the last turn, although the target says it, or write a block in
+another form than the prompt does. Such a turn is put together again by the template's own grammar: the opening tag
+unless the prompt brings it, reasoning, the closing tag, and the rendered rest.
 
 Knows tokenizers and files, never models.
 """
 
 import copy
-import ctypes
 import json
-import re
-import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +36,13 @@ import torch
 from tokenizers import processors
 
 from data.documents import Document, Skipped, listed
+from data.grammar import Grammar, stop_ids, tell_grammar
+from data.records import Chat, arguments_of, load_list, parse, read_chat
+from data.rendering import Skip, TemplateHangs, check_template, render
+from data.turns import Turns
 
-TEXT = 1 << 26  # characters of the longest rendered conversation
-TEMPLATE_SECONDS = 20  # of one call of a chat template, which takes milliseconds
 BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a token
-OPEN, CLOSE = "<think>", "</think>"
-NO_REASONING = re.compile(rf"\s*(?:{OPEN})?\s*(?:{CLOSE})?\s*")  # what a template leaves of a block it drops
-REASONING = ("reasoning_content", "reasoning", "thinking")  # its names, of which templates read the first
-ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": "tool", "observation": "tool"}
-ROLES |= {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 SPANS = "a token spans the border of what is learned"
-REWRITTEN = "the template renders the prompt differently once it is answered"
 
 
 class Made(NamedTuple):
@@ -61,55 +58,6 @@ class Made(NamedTuple):
     notes: dict[str, int]
 
 
-class TemplateHangs(BaseException):
-    """Past every `except Exception` of whatever a template calls."""
-
-
-class TimeLimit:
-    """Ends what takes longer than TEMPLATE_SECONDS `within()` it, by TemplateHangs, if it runs any Python.
-
-    A thread counts the time of all others, only while they are within; so neither signals nor the main thread are
-    needed, a process that was stopped meanwhile loses nothing, and outside nothing is ever raised.
-    """
-
-    def __init__(self):
-        self.left, self.lock, self.busy, self.counter = {}, threading.Lock(), threading.Event(), None
-
-    @contextmanager
-    def within(self):
-        thread = threading.get_ident()
-        with self.lock:
-            self.left[thread] = TEMPLATE_SECONDS
-            self.busy.set()
-            if self.counter is None or not self.counter.is_alive():  # the first time, or in a fork
-                self.counter = threading.Thread(target=self.count, daemon=True)
-                self.counter.start()
-        try:
-            yield
-        finally:
-            with self.lock:
-                self.left.pop(thread, None)
-
-    def count(self):
-        while self.busy.wait():
-            time.sleep(0.1)
-            with self.lock:
-                self.left = {thread: seconds - 0.1 for thread, seconds in self.left.items()}
-                for thread in [thread for thread, seconds in self.left.items() if seconds <= 0]:
-                    del self.left[thread]
-                    hangs = ctypes.py_object(TemplateHangs)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), hangs)
-                if not self.left:
-                    self.busy.clear()
-
-
-LIMIT = TimeLimit()
-
-
-class Skip(Exception):
-    """Why a conversation, or one turn of it, is not learned."""
-
-
 class Text(NamedTuple):
     """A document before it is tokens: what is learned are the characters [begin, end) of every span, ascending."""
 
@@ -118,12 +66,14 @@ class Text(NamedTuple):
 
 
 class Converter:
-    """Lines to documents, with one tokenizer. Nothing that a line holds raises."""
+    """Lines to documents, with one tokenizer and what its template is given. Nothing that a line holds raises."""
 
-    def __init__(self, tokenizer, reasoning: str):
+    def __init__(self, tokenizer, reasoning: str, template_args: dict | None = None):
         self.tokenizer, self.masks_reasoning = tokenizer, reasoning == "mask"
-        self.thinks = CLOSE in str(tokenizer.chat_template)
-        self.ends = tuple(str(token) for token in tokenizer.added_tokens_decoder.values())
+        self.template_args, self.grammars = template_args or {}, {}
+        added, stops = tokenizer.added_tokens_decoder, stop_ids(tokenizer)
+        self.ends = tuple(str(token) for token in added.values())
+        self.waited_for = [str(token) for i, token in added.items() if stops is None or i in stops]
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
         self.backend = None
         if tokenizer.is_fast:
@@ -179,64 +129,34 @@ class Converter:
             raise Skip("nothing supervised")
         return ids.astype(np.int32), mask
 
-    def conversation(self, record) -> tuple[list[dict], list[dict] | None]:
-        """Messages as templates read them, and the tools."""
-        forms = [record.get("messages"), record.get("conversations")] if isinstance(record, dict) else []
-        turns = next((turns for turns in forms if isinstance(turns, list)), None)
-        if turns is None:
-            raise Skip("neither messages nor conversations nor input_ids and loss_mask")
-        messages = [self.message(turn) for turn in turns]
-        roles = [message["role"] for message in messages]
-        if not any(m["content"] or m.get("tool_calls") or m.get("reasoning_content") for m in messages):
-            raise Skip("empty")
-        if set(roles) == {"system"}:
-            raise Skip("a system prompt alone")
-        if "assistant" not in roles:
-            raise Skip("no assistant turn")
-        if roles[-1] != "assistant":
-            raise Skip(f"ends in a {roles[-1]} turn")
-        tools = record.get("tools") or None
-        if isinstance(tools, str):
-            tools = parse(tools)
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise Skip("tools that are no list of objects")
-        return messages, tools
+    def conversation(self, record) -> tuple[Chat, Turns]:
+        """A conversation, and what renders it."""
+        check_template(self.tokenizer)
+        arguments = arguments_of(record, self.template_args)
+        key = json.dumps(arguments, sort_keys=True)
+        if key not in self.grammars:
+            self.grammars[key] = self.grammar(arguments)
+        chat, notes = read_chat(record, self.grammars[key])
+        self.notes.update(notes)
+        return chat, Turns(self.tokenizer, arguments, chat, self.grammars[key], self.ends, self.notes)
 
-    def message(self, turn) -> dict:
-        if not isinstance(turn, dict):
-            raise Skip("a turn that is no object")
-        name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-        role = ROLES.get(str(name).lower())
-        if role is None:
-            raise Skip("an unknown role")
-        if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
-            content = "".join(part["text"] for part in content)
-        if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
-            raise Skip("content that is not text")
-        message = {key: value for key, value in turn.items() if key not in ("from", "value", *REASONING)}
-        message |= {"role": role, "content": content}
-        if role == "assistant":
-            reasoning = next((turn[key] for key in REASONING if turn.get(key)), None)
-            if not isinstance(reasoning, str | None):
-                raise Skip("reasoning that is not text")
-            if self.thinks and not reasoning and content and CLOSE in content:  # as it came out of the target
-                reasoning, _, message["content"] = content.partition(CLOSE)
-                reasoning = reasoning.lstrip().removeprefix(OPEN)
-            if reasoning is not None:
-                message["reasoning_content"] = reasoning
-        return message
+    def grammar(self, arguments: dict) -> Grammar:
+        def rendered(messages, add_generation_prompt=False):
+            return render(self.tokenizer, messages, None, arguments, add_generation_prompt)
 
-    # ------------------------------------------------------------------------------------------ rendering differences
+        return tell_grammar(rendered, str(self.tokenizer.chat_template), list(self.ends), self.waited_for)
 
-    def texts(self, messages: list[dict], tools) -> tuple[list[Text], list[str]]:
+    def texts(self, chat: Chat, turns: Turns) -> tuple[list[Text], list[str]]:
         """The documents of a conversation, and why some of its turns are not learned."""
         found, reasons = [], []
-        for i, message in enumerate(messages):
+        for i, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
             try:
-                prompt, said = self.turn(messages, i, tools)
-                begin = len(prompt) + (thinking(prompt, said) if self.masks_reasoning else 0)
+                if not chat.learned[i]:
+                    raise Skip("weight 0")
+                prompt, said = turns.turn(i)
+                begin = len(prompt) + (turns.thinking(i, prompt, said) if self.masks_reasoning else 0)
                 if begin == len(prompt + said):
                     raise Skip("nothing but masked reasoning")
             except Skip as skip:
@@ -249,52 +169,6 @@ class Converter:
                 self.notes["documents begun because the template renders history differently"] += len(found) > 0
                 found.append(Text(prompt + said, [span]))
         return found, reasons
-
-    def turn(self, messages: list[dict], i: int, tools) -> tuple[str, str]:
-        """What an engine is given for assistant turn i, and what the target says to it, its end of turn included."""
-        answer, reasoning = messages[i]["content"] or "", messages[i].get("reasoning_content")
-        if i == 0:
-            raise Skip("an assistant turn that answers nothing")
-        if not (answer.strip() or reasoning or messages[i].get("tool_calls")):
-            raise Skip("an empty answer")
-        prompt = self.render(messages[:i], tools, add_generation_prompt=True)
-        through = self.render(messages[: i + 1], tools, add_generation_prompt=False)
-        said = through[len(prompt) :] if through.startswith(prompt) else None
-        if reasoning is not None:
-            block = (said or "").partition(CLOSE)[0] if self.thinks else said or ""
-            kept = said is not None and reasoning.strip() in block
-            if kept and self.masks_reasoning and not self.thinks:
-                raise Skip(f"reasoning without a {OPEN} block, which cannot be masked")
-            if not kept and self.thinks and not prompt.rstrip().endswith(CLOSE):
-                said = with_reasoning(prompt, through, reasoning, answer)
-            elif not kept and said is not None:
-                self.notes["turns without their reasoning, which the template does not render"] += 1
-        elif said is None and prompt.rstrip().endswith(OPEN):
-            raise Skip("no reasoning, where the generation prompt opens a thinking block")
-        if said is None:
-            raise Skip(REWRITTEN)
-        end = said.rstrip()
-        return prompt, end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
-
-    def render(self, messages: list[dict], tools, add_generation_prompt: bool) -> str:
-        how = {"tools": tools, "tokenize": False, "add_generation_prompt": add_generation_prompt}
-        try:
-            with LIMIT.within():
-                text = self.tokenizer.apply_chat_template(messages, **how)
-            if len(text) > TEXT:
-                raise Skip(f"the chat template makes more than {TEXT:,} characters")
-            text.encode()  # JSON can hold half a surrogate pair
-            return text
-        except TemplateHangs:
-            name = self.tokenizer.name_or_path or "the tokenizer"
-            raise TemplateHangs(f"the chat template of {name} takes more than {TEMPLATE_SECONDS:g} s") from None
-        except Skip:
-            raise
-        except UnicodeEncodeError:
-            raise Skip("text that is not Unicode") from None
-        except Exception as error:  # templates raise whatever they meet
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:100].encode(errors="replace").decode()
-            raise Skip(f"the chat template fails ({reason})") from None
 
     # ------------------------------------------------------------------------------------------------ tokens and masks
 
@@ -326,48 +200,11 @@ class Converter:
         return with_mask(np.array(whole, np.int32), np.cumsum([len(part) for part in parts]))
 
 
-def with_reasoning(prompt: str, through: str, reasoning: str, answer: str) -> str | None:
-    """What the target says when it thinks, of a turn that the template renders (`through`) without its reasoning."""
-    stripped = prompt.rstrip()
-    opened, blank = stripped.endswith(OPEN), prompt[len(stripped) :]
-    head = stripped.removesuffix(OPEN) if opened else prompt
-    if not through.startswith(head):
-        return None
-    end = NO_REASONING.match(through, len(head)).end()
-    if not through.startswith(answer.strip(), end):
-        return None
-    begin = reasoning.removeprefix(blank) if opened else OPEN + reasoning  # the blank may be in both
-    return begin + CLOSE + answer.rstrip() + through[end + len(answer.strip()) :]
-
-
-def thinking(prompt: str, said: str) -> int:
-    """How many characters of `said` are its thinking block, closing tag included."""
-    if not (prompt.rstrip().endswith(OPEN) or said.lstrip().startswith(OPEN)):
-        return 0
-    before, close, _ = said.partition(CLOSE)
-    return len(before + close)
-
-
 def with_mask(ids: np.ndarray, borders: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     mask = np.zeros(len(ids), bool)
     for begin, end in zip(borders[::2], borders[1::2], strict=True):
         mask[begin:end] = True
     return ids, mask
-
-
-def parse(line: bytes | str):
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        raise Skip("invalid JSON") from None
-
-
-def load_list(blob: bytes) -> list:
-    try:
-        value = json.loads(blob)
-        return value if isinstance(value, list) else [value]
-    except (ValueError, RecursionError):
-        return [blob]  # one line, which is invalid
 
 
 def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], lines: int, notes: Counter) -> Made:

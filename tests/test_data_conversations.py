@@ -17,9 +17,10 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from data import conversations, templates
+from data import conversations, rendering, templates
 from data.conversations import TOO_LONG, read_conversations, start_worker
 from data.packing import anchors_of
+from data.records import UNANSWERED
 from data.templates import SPANS, Converter
 from tests.helpers import (
     BOS,
@@ -313,10 +314,13 @@ def test_tokenised_rows_pass_unchanged(tmp_path):
 
 
 FAILS = "{% if 'boom' in messages[0].content %}{{ raise_exception('no boom') }}{% endif %}" + TEMPLATES["V3"]
+FORGETS = "<|User|>{{ m.content if loop.last }}"
 REWRITES = TEMPLATES["V3"].replace("{{ bos_token }}", "{{ bos_token }}{{ messages | length }}")
 BAD = {
     "invalid JSON": ['{"messages": [', "\x00\x01", "[" * 100_000, "1" * 9_999, "NaN,"],
-    "neither messages nor conversations nor input_ids and loss_mask": ["3", "null", {"text": "x"}, {"messages": "x"}],
+    "neither messages nor conversations nor prompt and completion nor input_ids and loss_mask": [
+        *["3", "null", {"text": "x"}, {"messages": "x"}, {"prompt": "x"}, {"prompt": 3, "completion": "x"}]
+    ],
     "a turn that is no object": [{"messages": ["x"]}],
     "an unknown role": [{"messages": [*turns("Q"), {"role": "critic", "content": "A"}]}, {"messages": [{"role": []}]}],
     "content that is not text": [
@@ -327,8 +331,17 @@ BAD = {
     "empty": [{"messages": []}, {"messages": turns("", "")}, {"conversations": []}],
     "a system prompt alone": [{"messages": turns(system="S")}],
     "no assistant turn": [{"messages": turns("Q")}],
-    "ends in a user turn": [{"messages": turns("Q", "A", "P")}],
-    "ends in a tool turn": [{"messages": [*turns("Q", "A"), {"role": "tool", "content": "x"}]}],
+    "every assistant turn has weight 0": [{"messages": [*turns("Q"), turns("Q", "A")[1] | {"weight": 0}]}],
+    "a weight that is neither 0 nor 1": [{"messages": [turns("Q")[0] | {"weight": 0.5}, *turns("Q", "A")[1:]]}],
+    "a system prompt that is not text": [GOOD | {"system": ["x"]}],
+    "chat_template_kwargs that are no arguments of a template": [
+        GOOD | {"chat_template_kwargs": 3},
+        GOOD | {"chat_template_kwargs": {"tokenize": True}},
+    ],
+    "tool calls that are no functions with a name": [
+        {"messages": [*turns("Q"), turns("Q", "A")[1] | {"tool_calls": calls}]}
+        for calls in (3, [3], [{"function": 3}], [{"function": {"name": ""}}])
+    ],
     "an empty answer": [{"messages": turns("Q", " ")}],
     "an assistant turn that answers nothing": [{"messages": turns("Q", "A")[1:]}],
     "tools that are no list of objects": [GOOD | {"tools": "3"}, GOOD | {"tools": [3]}],
@@ -366,9 +379,11 @@ def test_what_cannot_be_learned_is_skipped_with_the_reason(tmp_path, reason):
     assert "\n" not in str(error.value)
 
 
-def test_a_prompt_that_is_rewritten_once_answered_is_skipped(tmp_path):
+def test_an_answer_that_cannot_be_told_from_its_prompt_is_skipped(tmp_path):
+    documents, _ = read_chats(tmp_path, chat_tokenizer(REWRITES), GOOD)
+    assert_are(documents, f"{BOS}1<|User|>Q<|Assistant|>[A{EOS}]")  # behind the prompt that an engine gives
     with pytest.raises(ValueError, match="1 x the template renders the prompt differently once it is answered"):
-        read_chats(tmp_path, chat_tokenizer(REWRITES), GOOD)
+        read_chats(tmp_path, chat_tokenizer(TEMPLATES["V3"].replace("<|User|>{{ m.content }}", FORGETS)), GOOD)
     with pytest.raises(ValueError, match="1 x no reasoning, where the generation prompt opens a thinking block"):
         read_chats(tmp_path, chat_tokenizer(TEMPLATES["R1"]), GOOD)
     unfinished = turns("Q", "A")
@@ -393,7 +408,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 
 @pytest.mark.parametrize("where", ["here", "in a thread", pytest.param("in processes", marks=pytest.mark.slow)])
 def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
-    monkeypatch.setattr(templates, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(rendering, "TEMPLATE_SECONDS", 0.3)
     tokenizer, path = chat_tokenizer(LOOPS), write_lines(tmp_path / "x.jsonl", GOOD)
     tokenizer.name_or_path = "looping"
     if where == "in processes":
@@ -414,18 +429,18 @@ def test_a_template_that_never_returns_is_named(tmp_path, where, monkeypatch):
     for _ in range(20):  # nothing of it is left to hit what comes later
         time.sleep(0.02)
     good = chat_tokenizer(TEMPLATES["V3"])
-    assert read_conversations([path], good, 64, progress=False)[1].used == 1 and not templates.LIMIT.left
+    assert read_conversations([path], good, 64, progress=False)[1].used == 1 and not rendering.LIMIT.left
     with pytest.raises(ValueError, match="template of looping takes more .* at corpus:0"):
         conversations.answered(tokenizer, [("Q", "A")])
 
 
 def start_impatient_worker(state):
-    templates.TEMPLATE_SECONDS = 0.3
+    rendering.TEMPLATE_SECONDS = 0.3
     start_worker(state)
 
 
 def test_a_template_that_explodes_is_skipped_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(templates, "TEXT", 1000)
+    monkeypatch.setattr(rendering, "TEXT", 1000)
     path = write_lines(tmp_path / "x.jsonl", GOOD)
     with pytest.raises(ValueError, match="x.jsonl is usable: 1 x the chat template makes more than 1,000 characters"):
         read_conversations([path], chat_tokenizer("{% for i in range(9999) %}x{% endfor %}"), 64, progress=False)
@@ -459,7 +474,7 @@ def test_nothing_that_a_line_holds_raises(name):
 def test_processes_and_the_size_of_pieces_change_nothing(tmp_path, monkeypatch):
     path, tokenizer = many_chats(tmp_path), chat_tokenizer(TEMPLATES["V3.1"])
     wanted, report = read_conversations([path], tokenizer, 99, progress=False)
-    assert report.skipped["invalid JSON"] == 1 and report.skipped["ends in a user turn"] > 5
+    assert report.skipped["invalid JSON"] == 1 and report.notes[UNANSWERED] > 5
     for size, workers in ((1, None), (700, None), (1500, 2)):
         monkeypatch.setattr(conversations, "PIECE", size)
         assert len(list(conversations.cut_file(path))) > 3

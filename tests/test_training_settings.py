@@ -25,7 +25,8 @@ from training.ranks import Ranks
         ('{"loss": "mse"}', "loss is 'mse'; one of ce, alpha, lambda"),
         ('{"loss": ["ce"]}', "loss is ['ce']; text is wanted"),
         ('{"target": {"a": {}}}', "target is {'a': {}}"),
-        ('{"data": "chats.jsonl"}', "data is 'chats.jsonl'; a list of paths"),
+        ('{"template_args": ["thinking"]}', "template_args holds 'thinking'; NAME=VALUE"),
+        ('{"data": "chats.jsonl"}', "data is 'chats.jsonl'; a list of texts"),
         ('{"data": ["chats.jsonl", 3]}', "data holds 3"),
         ('{"data": []}', "data is ''; it must not be empty"),
         ('{"model": ""}', "model is ''; it must not be empty"),
@@ -80,6 +81,8 @@ def test_no_path_or_name_is_empty(name, capsys):
         (["--draft-vocab", "9" * 5000], "--draft-vocab"),
         (["--follow", "x", "--follow-gb", 1e300], "--follow-gb"),
         (["--name", "x" * 300], "--name is 300 bytes long"),
+        (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja does not exist"),
+        (["--template-args", "thinking=true", "tools=1"], "--template-args holds 'tools=1'; NAME=VALUE"),
         (["--device", "cuda:99"], "--device is cuda:99"),
         *(
             (["--device", name], f"--device is {name}, which this")

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from data.files import read_json
+from data.rendering import read_arguments
 from draft_deepseek import BLOCK, default_chunk
 from states.read import is_captured
 from training.sources import TINY
@@ -36,7 +37,7 @@ BOUNDS = {  # both ends are allowed
     "weight_decay": (0, 10),
 }
 BETWEEN = {"held_out": (0, 1), "lr": (0, 10), "clip": (0, math.inf), "follow_gb": (0, 1e9)}  # both ends are not
-WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of paths"}
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
 NAME_LENGTH = 200  # bytes; file systems take 255, and the run's own files add to it
 
 
@@ -53,6 +54,8 @@ class Settings:
 
     data: list | None = option(None, "data", "conversations (files, folders) or a folder of captured states")
     reasoning: str = option("train", "data", "mask: thinking blocks are not learned", ("train", "mask"))
+    chat_template: str | None = option(None, "data", "file of a chat template to take instead of the target's")
+    template_args: list | None = option(None, "data", "what the chat template is given, as in thinking=true")
     held_out: float = option(0.05, "data", "share of the conversations that is evaluated on instead")
     documents: int | None = option(None, "data", "train on so many documents at most; None: all")
     skip_damaged: bool = option(False, "data", "leave out captured files that cannot be used, and count them")
@@ -218,8 +221,15 @@ def misfit(f: dataclasses.Field, value) -> str | None:
         return f"is {short(value)}; {WANTED[kind]} is wanted"
     if f.metadata["choices"] and value not in f.metadata["choices"]:
         return f"is {short(value)}; one of {', '.join(f.metadata['choices'])} is wanted"
+    if kind in (str, list) and (complaint := unusable_text([value] if kind is str else value or [""])):
+        return complaint
+    if f.name == "template_args":
+        try:
+            read_arguments(value)
+        except ValueError as error:
+            return str(error)
     if kind in (str, list):
-        return unusable_text([value] if kind is str else value or [""])
+        return None
     if f.name in BETWEEN:
         low, high = BETWEEN[f.name]
         wanted = "a positive number" if high == math.inf else f"more than {low} and less than {high:g}"
@@ -253,6 +263,8 @@ def check_together(args: Settings) -> None:
     """ValueError: values that this machine or the other ones rule out."""
     if args.follow_gb and not args.follow:
         raise ValueError("--follow-gb bounds what waits in the folder of --follow; name that as well")
+    if args.chat_template and not Path(args.chat_template).exists():
+        raise ValueError(f"--chat-template {args.chat_template} does not exist; a file of a chat template is wanted")
     check_draft_vocab(args.draft_vocab)
     check_device(args.device)
     if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from data.conversations import answered, read_conversations
 from data.corpus import python_documents
 from data.documents import Document, Documents, Skipped, cut_to, split
+from data.files import check_regular, naming
 from data.packing import anchors_of
+from data.rendering import read_arguments
 from states.follow import Follower
 from states.index import masks_of, read_masks
 from states.read import is_captured, open_captured
@@ -139,12 +141,9 @@ def layers_of(args) -> list[int] | None:
 
 def corpus(args, target: Target, ranks, held_out: bool) -> Documents:
     """The built-in one, in documents of at most a row; prints what was left out."""
-    if target.tokenizer is None:
-        raise ValueError(
-            f"{args.model} has no tokenizer, and the corpus is text; put tokenizer.json beside config.json"
-        )
+    tokenizer = with_template(args, target.tokenizer)
     pairs = python_documents(held_out, args.seed)[: args.documents]
-    whole = answered(target.tokenizer, pairs)
+    whole = answered(tokenizer, pairs, template_args=read_arguments(args.template_args))
     kept = [d for d in (cut_to(d, args.row_tokens) for d in whole) if anchors_of(d.loss_mask, 1)]
     if not kept:
         raise ValueError(f"no document has a learned token within --row-tokens {args.row_tokens}; raise it")
@@ -157,15 +156,31 @@ def corpus(args, target: Target, ranks, held_out: bool) -> Documents:
 
 def conversations(args, tokenizer, ranks) -> Documents:
     """Those in the files of --data; prints what was skipped and why."""
-    if tokenizer is None:
-        raise ValueError(f"{args.model} has no tokenizer for --data; put tokenizer.json beside config.json")
+    tokenizer, template_args = with_template(args, tokenizer), read_arguments(args.template_args)
     cache, paths = Path(args.runs) / "tokens", [Path(path) for path in args.data]
     with ranks.first_alone():  # the others find all tokens in the cache
         documents, report = read_conversations(
-            paths, tokenizer, args.row_tokens, args.reasoning, cache=cache, progress=ranks.rank == 0
+            paths,
+            tokenizer,
+            args.row_tokens,
+            args.reasoning,
+            cache=cache,
+            progress=ranks.rank == 0,
+            template_args=template_args,
         )
     ranks.print("data: " + "\n".join(report.lines()))
     return documents
+
+
+def with_template(args, tokenizer):
+    """A target's tokenizer, with the template of --chat-template. ValueError: there is none, or no such file."""
+    if tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer, and the data are text; put tokenizer.json beside config.json")
+    if args.chat_template:
+        with naming(path := Path(args.chat_template), "--chat-template names a file of a chat template (Jinja)"):
+            check_regular(path, "--chat-template")
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+    return tokenizer
 
 
 def split_documents(args, documents: Documents, ranks) -> tuple[Documents, Documents]:
