@@ -191,7 +191,8 @@ class Ours:
     def prepare(self, batch: Batch) -> tuple:
         *row, head = batch
         chunk = self.size or default_chunk(batch.tokens.shape[1], batch.features.device)
-        return (RowChunks(self.draft.draft_ids, *row, lambda x: F.linear(x, head), steps=STEPS, chunk=chunk),)
+        how = {"steps": STEPS, "chunk": chunk, "make_mask": self.mode != "off"}  # FlexAttention is slow uncompiled
+        return (RowChunks(self.draft.draft_ids, *row, lambda x: F.linear(x, head), **how),)
 
     def __call__(self, rows: RowChunks) -> Tensor:
         """Adds the gradients too; the loss is detached."""

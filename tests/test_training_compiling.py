@@ -97,9 +97,9 @@ def test_bf16_compute_costs_little_accuracy_at_the_mid_size(kind):
     cell = step.Cell(draft=kind, slots=512)
     draft = step.make_draft(cell)
     loss, (rows,) = TTTLoss(draft), step.Ours(draft).prepare(step.make_batch(cell, draft))
-    exact = run(loss, rows)
+    exact = learn(loss, rows)
     with torch.autocast("cpu", torch.bfloat16):
-        rounded = run(loss, rows)
+        rounded = learn(loss, rows)
     assert (rounded[0] - exact[0]).abs() <= 1e-2 * exact[0]
     for name, gradient in exact[2].items():
         assert torch.cosine_similarity(rounded[2][name].flatten(), gradient.flatten(), 0) > 0.999, name
