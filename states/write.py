@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from data.documents import Document
-from data.files import append, opened_alone, read_json, remove_parts, replace_with
+from data.files import append, is_part, opened_alone, read_json, remove_parts, replace_with
 from states.index import read_index, token_key
 from states.layer_files import CAPTURE_KEYS, CAPTURE_VERSION, head_sample
 from target.model import Target
@@ -114,7 +114,7 @@ def check_out(out: Path, meta: dict) -> tuple[int, int]:
 
 def is_beginning(path: Path) -> bool:
     """What a call that was killed at once leaves."""
-    return path.name == "index.jsonl" and path.stat().st_size == 0 or path.match("*capture.json*.part")
+    return path.name == "index.jsonl" and path.stat().st_size == 0 or is_part(path)
 
 
 def check_space(out: Path, lengths: list[int], done: int, per_token: int) -> None:
