@@ -106,5 +106,8 @@ def test_the_mask_covers_exactly_the_answer_and_its_end_of_turn(tiny_targets):
     assert d.tokens.tolist() == [257, 259, *prompt.encode(), 260, *learned]
     assert d.loss_mask.tolist() == [False] * (3 + len(prompt.encode())) + [True] * len(learned)
     tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"  # rewrites history
+    (d,) = answered(tokenizer, [("def f", "return")])  # what stands behind the prompt that is given for it
+    assert tokenizer.decode(d.tokens) == "1def f2return" and tokenizer.decode(d.tokens[d.loss_mask]) == "2return"
+    tokenizer.chat_template = "{% for m in messages %}{{ loop.length }}{% endfor %}"  # and shows no answer
     with pytest.raises(ValueError, match="renders the prompt"):
         answered(tokenizer, [(prompt, answer)])
