@@ -823,10 +823,10 @@ def build_rows(
 def default_chunk(slots: int, device) -> int:
     """Anchors of a chunk, a multiple of 128, for rows of so many slots.
 
-    Each step of each chunk writes gradients of all keys and values of the row, so chunks grow with it. A GPU wants
-    1,024 anchors to be busy, a CPU is with 256.
+    Each step of each chunk writes gradients of all keys and values of the row, so chunks grow with it. A GPU is busy
+    with 512 anchors, a CPU with 256; more of them leave more of a row's last chunk empty.
     """
-    least, share = (1024, 128) if torch.device(device).type == "cuda" else (256, 8)
+    least, share = (512, 128) if torch.device(device).type == "cuda" else (256, 8)
     return BLOCK * -(-min(max(least, slots // share), slots) // BLOCK)
 
 
@@ -839,7 +839,8 @@ class RowChunks:
     `head` its output head, [m,H_target] -> logits [m,V]. loss_mask[u] says that what the target says after token u is
     learned. Slots valid at one step at least become anchors, so that metrics count them all. chunk: None for all
     anchors in one. choice [B,T]: the target's at learned tokens where it is known already, None to ask its head.
-    make_mask: with FlexAttention's block mask on CUDA.
+    make_mask: with FlexAttention's block mask on CUDA. even: as many chunks, all as small as they can be; their size
+    then differs from row to row, which a compiled graph would be made anew for.
 
     `anchors` [B,all chunks'] and `valid` [S,B,the same] are on the CPU, `choice` [B,T] is -1 at tokens not learned.
     `supervised` [S] counts supervised slots; `denominators` [S] (those of this batch) and `mean_alpha` are handed to
@@ -850,7 +851,7 @@ class RowChunks:
     @torch.no_grad()
     def __init__(
         self, draft_ids, tokens, document, position, features, loss_mask, last_hidden, head, *, steps=7, chunk=None,
-        choice=None, make_mask=True,
+        choice=None, make_mask=True, even=False,
     ):  # fmt: skip
         tokens, document, position, loss_mask = (x.cpu() for x in (tokens, document, position, loss_mask))
         check_rows(tokens, document, position, features, loss_mask, last_hidden)
@@ -864,6 +865,8 @@ class RowChunks:
         needed = valid.any(0)
         self.most, self.learned = int(needed.sum(1).max()), F.pad(valid[0, :, :-1], (1, 0))  # slot u - 1 feeds token u
         self.chunk = chunk or max(self.most, 1)
+        if even:
+            self.chunk = max(1, -(-self.most // max(1, -(-self.most // self.chunk))))
         slots = first_true(needed, max(1, -(-self.most // self.chunk)) * self.chunk)
         at = slots.clamp(min=0)
         fed = (at + torch.arange(1, steps + 1)[:, None, None]).clamp(max=t - 1)

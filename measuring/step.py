@@ -191,7 +191,8 @@ class Ours:
     def prepare(self, batch: Batch) -> tuple:
         *row, head = batch
         chunk = self.size or default_chunk(batch.tokens.shape[1], batch.features.device)
-        how = {"steps": STEPS, "chunk": chunk, "make_mask": self.mode != "off"}  # FlexAttention is slow uncompiled
+        compiled = self.mode != "off"  # FlexAttention is slow uncompiled, and only a graph wants chunks of one size
+        how = {"steps": STEPS, "chunk": chunk, "make_mask": compiled, "even": not compiled}
         return (RowChunks(self.draft.draft_ids, *row, lambda x: F.linear(x, head), **how),)
 
     def __call__(self, rows: RowChunks) -> Tensor:

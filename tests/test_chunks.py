@@ -96,6 +96,20 @@ def test_without_gradients_chunks_evaluate_and_gradients_add_up():
     close_gradients(twice, want.gradients)
 
 
+def test_even_chunks_are_as_many_and_as_small_as_they_can_be():
+    draft, _ = make_draft("deepseek")
+    batch = make_batch([[30, 23]], share=0.8)
+    whole = run_fast(draft, batch)
+    most = int((whole.rows.anchors >= 0).sum())
+    for chunk in (1, 5, 7, most - 1, most, 100):
+        rows, uneven = (make_chunks(draft, batch, chunk=chunk, even=even) for even in (True, False))
+        assert len(rows) == len(uneven) and 0 <= len(rows) * rows.chunk - most < len(rows)
+        draft.zero_grad(set_to_none=True)
+        close(TTTLoss(draft).learn(rows)[0], whole.loss)
+        close_gradients({k: p.grad for k, p in draft.named_parameters()}, whole.gradients)
+    assert len(make_chunks(draft, make_batch([[5]], share=0.0), chunk=4, even=True)) == 1
+
+
 def test_a_chunk_holds_the_teacher_of_its_own_tokens_alone():
     draft, _ = make_draft("deepseek")
     batch = make_batch([[25, 40], [-5, 60]], share=0.7)

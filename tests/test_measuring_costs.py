@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from draft_deepseek import RowChunks
 from measuring import step
 from measuring.costs import key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
 from measuring.step import Baseline, Ours, make_batch, make_config
@@ -36,7 +37,8 @@ def saved_at(name: str, c: int, part: str, slots: int, chunk: int = 80) -> int:
         if part == "baseline":
             given, function = baseline.prepare(batch), baseline
         else:
-            (rows,), loss = ours.prepare(batch), ours.ttt_loss
+            (*row, head), loss = batch, ours.ttt_loss
+            rows = RowChunks(draft.draft_ids, *row, lambda x: F.linear(x, head), steps=step.STEPS, chunk=chunk)
             given, function = (F.pad(rows.tokens, (0, 1)), rows.position, rows.features), loss.keys
         if part == "chunk":
             given = loss.read(rows).keys, next(iter(rows))

@@ -41,6 +41,7 @@ class Assembler:
         rows += [[]] * (self.args.batch_rows - len(rows))
         laid_out = lay_out(rows, self.args.row_tokens, self.like)
         how = {"steps": self.args.ttt_steps, "chunk": self.args.chunk, "make_mask": self.make_mask}
+        how["even"] = self.args.compile == "off"
         return RowChunks(self.draft_ids, **laid_out, head=self.source.head, choice=choice, **how)
 
 
@@ -101,8 +102,8 @@ class Rows:
     @property
     def computed(self) -> int:
         """Anchors that the chunks of the first epoch have room for."""
-        c = self.args.chunk
-        return sum(c * self.args.batch_rows * max(1, -(-max(map(self.anchors, rows)) // c)) for rows in self.epoch(0))
+        c, most = self.args.chunk, [max(1, *map(self.anchors, rows)) for rows in self.epoch(0)]
+        return self.args.batch_rows * sum(n if self.args.compile == "off" else c * -(-n // c) for n in most)
 
     def count(self, epochs: int) -> int:
         while len(self.lengths) < epochs:
