@@ -1,20 +1,16 @@
 """Conversations sent through a running vLLM, which writes the target's states at them."""
 
-import http.client
 import json
 import os
 import time
-import urllib.parse
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tqdm import tqdm
 
 from data.documents import Document
 from data.files import append, being_written, naming, open_regular, opened_alone, replace_with
+from data.server import answering, ask, served_model
 
 AT_ONCE = 64  # requests in flight
 
@@ -78,52 +74,3 @@ def complete(url: str, model: str, out: Path, document: Document) -> None:
             return
         time.sleep(0.05)
     raise ValueError(f"vLLM does not finish {path}; is its disk full?")
-
-
-def served_model(url: str) -> str:
-    check_url(url)
-    answer = ask(place := f"{url}/v1/models")
-    with answering(place):
-        if not isinstance(name := answer["data"][0]["id"], str):
-            raise TypeError(f"the model's id is {name!r}")
-        return name
-
-
-def check_url(url: str) -> None:
-    with suppress(ValueError):  # of a port or an address that cannot be
-        parts = urllib.parse.urlsplit(url)
-        written = url.isprintable() and " " not in url
-        if written and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return
-    raise ValueError(f"--send is given {url!r}; the address of a running vLLM is wanted, as in http://localhost:8000")
-
-
-# ----------------------------------------------------------------------------------------------------------------- HTTP
-
-ANSWER = 64 << 20  # bytes of an answer that are read
-WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
-
-
-def ask(url: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
-    with answering(url):
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            text = answer.read(ANSWER + 1)
-        if len(text) > ANSWER:
-            raise ValueError(f"an answer of more than {ANSWER:,} bytes")
-        if not isinstance(said := json.loads(text), dict):
-            raise TypeError(f"the answer is a {type(said).__name__}")
-        return said
-
-
-@contextmanager
-def answering(url: str) -> Iterator[None]:
-    """Whatever is wrong with a server's answer is a ValueError that names the address, in one line."""
-    try:
-        yield
-    except WRONG as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(
-            f"{url} does not answer as vLLM does ({reason}); is the server up, does it fit the text?"
-        ) from error

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from data import send
+from data import send, server
 
 # -------------------------------------------------------------------------------------------------------- failing disks
 
@@ -14,7 +14,8 @@ from data import send
 @pytest.mark.parametrize("name", ["index.jsonl", "sent"])
 def test_a_full_disk_while_sending_is_one_line_that_names_the_file(tmp_path, documents, name, monkeypatch, capsys):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    monkeypatch.setattr(send, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
+    for module in (send, server):
+        monkeypatch.setattr(module, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
     if name == "sent":
         send.send("http://localhost", tmp_path, documents[:1])
         (tmp_path / "sent").unlink()
@@ -58,10 +59,10 @@ class Answer(io.BytesIO):
 @pytest.mark.parametrize("what", ANSWERS)
 def test_an_answer_that_is_not_vllms_is_one_line(tmp_path, documents, what, monkeypatch):
     models, completions = ANSWERS[what]
-    monkeypatch.setattr(send, "ANSWER", 150_000)
+    monkeypatch.setattr(server, "ANSWER", 150_000)
     said = {"/v1/models": models, "/v1/completions": completions}
     monkeypatch.setattr(
-        send.urllib.request, "urlopen", lambda request, timeout: Answer(said[request.full_url.partition("host")[2]])
+        server.urllib.request, "urlopen", lambda request, timeout: Answer(said[request.full_url.partition("host")[2]])
     )
     with pytest.raises(ValueError, match="http://host/v1/.* does not answer as vLLM does") as stopped:
         send.send("http://host", tmp_path / "out", documents)
@@ -73,7 +74,7 @@ def test_an_answer_that_is_not_vllms_is_one_line(tmp_path, documents, what, monk
     "url", ["", "foo", "localhost:8000", "file:///etc", "http://", "http://a:b", "http://[", "ftp://a"]
 )
 def test_what_is_no_address_is_one_line(tmp_path, documents, url):
-    with pytest.raises(ValueError, match="--send is given .*; the address of a running vLLM is wanted"):
+    with pytest.raises(ValueError, match="is no address of a running server; one as in .* is wanted"):
         send.send(url, tmp_path / "out", documents)
     for broken in ("http://a b", "http://a\nb", f"http://{'a' * 300}", "http://localhost:99999"):
         with pytest.raises(ValueError, match="does not answer as vLLM|is wanted") as stopped:
@@ -84,7 +85,8 @@ def test_what_is_no_address_is_one_line(tmp_path, documents, url):
 
 @pytest.mark.parametrize("text", [b"many\n", b"-1\n", b"9\n", b"\xff\n", b"1.5\n"])
 def test_a_count_of_sent_documents_that_cannot_be_is_named(tmp_path, documents, text, monkeypatch):
-    monkeypatch.setattr(send, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
+    for module in (send, server):
+        monkeypatch.setattr(module, "ask", lambda url, body=None: {"data": [{"id": "m"}]})
     (tmp_path / "sent").write_bytes(text)
     with pytest.raises(ValueError, match="sent cannot be used"):
         send.send("http://localhost", tmp_path, documents)
