@@ -202,7 +202,7 @@ def opened_alone(path: Path) -> Iterator[BinaryIO]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process writes into {path.parent}; wait for it, or name another") from None
+            raise ValueError(f"another process writes into {path}; wait for it, or name another") from None
         yield file
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from data.grammar import CLOSE, MARK, OPEN, Grammar, common
-from data.records import Chat, check_calls, marked
+from data.records import CUT, Chat, check_calls, marked
 from data.rendering import Skip, render
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
@@ -45,6 +45,8 @@ class Turns:
             raise Skip(NO_ANSWER)
         if calls:
             check_calls(self.render([*before, marked(message)]), calls)
+        if message.get("finish_reason") == CUT:
+            return prompt, self.unended(said, i)
         end = said.rstrip()
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
         return prompt, said + self.grammar.stops[bool(calls)]
@@ -95,6 +97,23 @@ class Turns:
             return reasoning.removeprefix(blank) + grammar.close + rest  # the blank may be in both
         indent = "" if block is None else block[: len(block) - len(block.lstrip())]
         return indent + grammar.open + reasoning + grammar.close + rest
+
+    def unended(self, said: str, i: int) -> str:
+        """What the target said of a turn that was cut: nothing of what the template writes behind its last text."""
+        message, before = self.chat.messages[i], self.chat.messages[:i]
+        if message.get("tool_calls"):
+            raise Skip("a turn that was cut at its tool calls")
+        if message["content"].strip():
+            cut = message | {"content": message["content"] + MARK}
+            _, found, behind = self.render([*before, cut]).rpartition(MARK)
+            if found and said.endswith(behind):
+                return said.removesuffix(behind)
+        elif self.grammar.close is not None:
+            thought, found, _ = said.partition(self.grammar.close)
+            before, also, _ = thought.rpartition(reasoning := message["reasoning_content"].strip())
+            if found and also:
+                return before + reasoning
+        raise Skip("a turn that was cut, whose end the template does not show")
 
     def parted(self, body: str, state: str, reasoning: str | None) -> tuple[str | None, str]:
         """A rendered turn's thinking block without its closing tag, and the rest; None: there is no block."""
