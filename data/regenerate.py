@@ -16,6 +16,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from queue import SimpleQueue
@@ -60,45 +61,41 @@ class Answered(NamedTuple):
 def regenerate(url: str, out, paths: list[Path], how, model=None, template_args: dict | None = None) -> list[str]:
     """Has the server at `url` answer all conversations of `paths` into `out`, a line each as they come; a report.
 
-    how: `at_once` conversations, `timeout` seconds for an answer, `drop_cut`, and what `sampling` reads of it and `model`.
+    how: `at_once` conversations, `timeout` seconds for an answer, `drop_cut`, and what `sampling` reads of it.
     A line names its source, so that a second call goes on; conversations without an answer are named with the reason
     in `out`.left-out, and not asked again while they stand there. ValueError: no server, one that fails for long, data
     that are not those of the lines in `out`, no answer at all.
     """
-    url, out = url.rstrip("/").removesuffix("/v1"), Path(out)
-    files, place = files_beside(paths, out), f"{url}/v1/chat/completions"
-    request = {"model": served_model(url), **sampling(how, model)}
+    url, out, stopping = url.rstrip("/").removesuffix("/v1"), Path(out), threading.Event()
+    files, request = files_beside(paths, out), sampling(how, model)
+    request |= {"model": served_model(url)}
+
+    def say(body: dict) -> tuple[dict, bool, int]:
+        return insist(f"{url}/v1/chat/completions", request | body, read_answer, how.timeout, stopping.wait)
+
     out.parent.mkdir(parents=True, exist_ok=True)
     with opened_alone(out) as file:
         book = Book(file, out)
         total = book.check(files)
-        stopping = threading.Event()
-
-        def work(record: tuple[str, str, bytes]) -> tuple[str, str, Asked, Answered]:
-            source, digest, text = record
-
-            def say(messages: list[dict], beside: dict) -> tuple[dict, bool, int]:
-                body = request | beside | {"messages": messages}
-                try:
-                    return insist(place, body, read_answer, how.timeout, stopping.wait)
-                except Refused:
-                    raise
-                except ValueError as error:
-                    raise ValueError(f"{error} (at {source}); what is answered is in {out}") from None
-
-            try:
-                asked = read_asked(text, template_args or {})
-            except Skip as skip:
-                return source, digest, Asked([], [], {}), Answered([], str(skip), 0)
-            return source, digest, asked, converse(say, asked, how.drop_cut)
-
         todo = (record for record in records(files) if not book.has(*record[:2]))
-        with tqdm(total=total, initial=book.answered + sum(book.left.values()), desc="answered") as bar:
-            for source, digest, asked, answered in each_at_once(how.at_once, work, todo, stopping):
-                book.add(source, digest, asked, answered)
-                bar.set_postfix_str(f"{book.tokens / (time.monotonic() - book.begin):,.0f} tokens/s", refresh=False)
+        work = partial(answer, say, template_args or {}, how.drop_cut)
+        with tqdm(total=total, initial=book.answered + book.left.total(), desc="answered") as bar:
+            for answered in each_at_once(how.at_once, work, todo, stopping):
+                book.add(*answered)
+                bar.set_postfix_str(f"{book.speed():,.0f} tokens/s", refresh=False)
                 bar.update()
     return book.report(total)
+
+
+def answer(say: Callable, given: dict, drop_cut: bool, record: tuple) -> "tuple[str, str, Asked | None, Answered]":
+    source, digest, text = record
+    try:
+        asked = read_asked(text, given)
+        return source, digest, asked, converse(say, asked, drop_cut)
+    except Skip as skip:
+        return source, digest, None, Answered([], str(skip), 0)
+    except ValueError as error:
+        raise ValueError(f"{error}, at {source}; what was answered is kept, the same command goes on") from None
 
 
 def sampling(how, model) -> dict:
@@ -214,15 +211,15 @@ def read_answer(answer: dict) -> tuple[dict, bool, int]:
 
 
 def converse(say: Callable, asked: Asked, drop_cut: bool) -> Answered:
-    """say(messages, beside): the next one, whether it was cut, its tokens; Refused ends the conversation there."""
+    """say({"messages", ..}): the next one, whether it was cut, its tokens; Refused ends the conversation there."""
     messages, i, last, tokens, ended = [], 0, 0, 0, None
-    while i < len(asked.turns) and ended is None:
+    while i < len(asked.turns):
         turn, i = asked.turns[i], i + 1
         if not asked.asked[i - 1]:
             messages.append(turn | {"weight": 0} if turn["role"] == "assistant" else turn)
             continue
         try:
-            answer, is_cut, n = say([sent(message) for message in messages], asked.beside)
+            answer, is_cut, n = say({"messages": [sent(message) for message in messages], **asked.beside})
         except Refused as refused:
             ended = f"refused by {NUMBER.sub('N', str(refused))}"
             break
@@ -288,7 +285,7 @@ class Book:
         self.answered, self.tokens, self.begin = len(self.known), 0, time.monotonic()
         self.left, self.ended, self.is_left = Skipped(), Skipped(), False
         for source, (_, ended) in self.known.items():
-            self.ended.add(ended, [source], ended is not None)
+            self.count_ended(ended, source)
 
     def check(self, files: list[Path]) -> int:
         """How many conversations there are. ValueError: some that are answered are not there any more."""
@@ -315,11 +312,11 @@ class Book:
     def has(self, source: str, digest: str) -> bool:
         return source in self.known or self.left_out.get(source, ("",))[0] == digest
 
-    def add(self, source: str, digest: str, asked: Asked, answered: Answered) -> None:
+    def add(self, source: str, digest: str, asked: Asked | None, answered: Answered) -> None:
         line, self.tokens = {"source": source, "sha256": digest}, self.tokens + answered.tokens
         if not answered.messages:
             self.left.add(answered.ended, [source])
-            if asked.turns:  # what could not be read costs nothing to read again
+            if asked is not None:  # what could not be read costs nothing to read again
                 self.is_left = True
                 with self.beside.open("ab", buffering=0) as file:
                     append(file, line | {"ended": answered.ended})
@@ -327,7 +324,11 @@ class Book:
         line["messages"] = [{key: x for key, x in m.items() if key != "reasoning"} for m in answered.messages]
         append(self.file, line | asked.beside | ({"ended": answered.ended} if answered.ended else {}))
         self.answered += 1
-        self.ended.add(answered.ended, [source], answered.ended is not None)
+        self.count_ended(answered.ended, source)
+
+    def count_ended(self, reason: str | None, source: str) -> None:
+        if reason is not None:
+            self.ended.add(reason, [source])
 
     def report(self, total: int) -> list[str]:
         """For people. ValueError: nothing is answered."""
@@ -335,9 +336,14 @@ class Book:
         reasons = [*self.left.lines("left out"), *self.ended.lines("ended early")]
         if not self.answered:
             raise ValueError(f"none of {total:,} conversations was answered:{';'.join(reasons[:8])}{again}")
-        speed = self.tokens / (time.monotonic() - self.begin)
-        first = f"{self.answered:,} of {total:,} conversations answered, {self.tokens:,} tokens, {speed:,.0f} a second"
+        first = (
+            f"{self.answered:,} of {total:,} conversations answered, now {self.tokens:,} tokens, {self.speed():,.0f}/s"
+        )
         return [first + again, *reasons[:REASONS]]
+
+    def speed(self) -> float:
+        """Tokens a second."""
+        return self.tokens / max(time.monotonic() - self.begin, 1e-9)
 
 
 def read_lines(path: Path) -> dict[str, tuple[str, str | None]]:

@@ -1,0 +1,372 @@
+"""Claims about asking a server for conversations anew: what it is asked, what is kept, and what stops it."""
+
+import http.server
+import json
+import os
+import random
+import signal
+import socket
+import struct
+import threading
+import time
+from email.utils import formatdate
+from types import SimpleNamespace
+
+import pytest
+
+import train
+from data import regenerate as module
+from data import server
+from data.regenerate import regenerate, results_for
+from tests.helpers import EOS, FORK, TEMPLATES, chat_tokenizer, complaint, read_chats, start, turns, write_lines
+
+# ----------------------------------------------------------------------------------------------------- a server of ours
+
+
+def echo(body):
+    """An answer that its messages alone decide: how many they are, and the last one's text."""
+    messages = body["messages"]
+    return {"content": f"{len(messages)}:{messages[-1]['content']}"}
+
+
+def completion(message, finish="stop", tokens=7):
+    """As vLLM writes it, with what it has no value for."""
+    message = {
+        "role": "assistant",
+        "content": None,
+        "refusal": None,
+        "function_call": None,
+        "reasoning": None,
+    } | message
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    return {"id": "chatcmpl-1", "choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
+
+
+class Fake:
+    """A server at `url` that notes what it is asked. say(body): a message, a whole answer (a dict with choices), bytes,
+    or (status, headers, bytes); None cuts the connection."""
+
+    def __init__(self, say=echo):
+        self.say, self.asked, self.lock, self.busy, self.most = say, [], threading.Lock(), 0, 0
+        fake = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def log_message(self, *args):
+                pass
+
+            def do_GET(self):
+                self.reply(200, {}, json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with fake.lock:
+                    fake.asked.append((self.path, body))
+                    fake.busy += 1
+                    fake.most = max(fake.most, fake.busy)
+                said = fake.say(body)
+                with fake.lock:
+                    fake.busy -= 1
+                if said is None:  # a reset, in the middle of an answer
+                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    self.send_response(200)
+                    self.send_header("Content-Length", "1000")
+                    self.end_headers()
+                    return
+                if isinstance(said, dict):
+                    said = json.dumps(said if "choices" in said else completion(said)).encode()
+                self.reply(*(said if isinstance(said, tuple) else (200, {}, said)))
+
+            def reply(self, status, headers, text):
+                self.send_response(status)
+                for name, value in {"Content-Length": len(text), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(text)
+
+        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.handle_error = lambda *args: None
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
+
+    def bodies(self):
+        return [body for _, body in self.asked]
+
+
+@pytest.fixture
+def serve():
+    running = []
+
+    def make(say=echo):
+        running.append(Fake(say))
+        return running[-1]
+
+    yield make
+    for fake in running:
+        fake.http.shutdown()
+        fake.http.server_close()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    """Of back-off; how long they would be is claimed of `insist` alone."""
+    insist = server.insist
+    quick = lambda url, body, read, timeout, wait: insist(url, body, read, timeout, lambda seconds: False)  # noqa: E731
+    monkeypatch.setattr(module, "insist", quick)
+
+
+HOW = {"at_once": 8, "temperature": None, "top_p": None, "max_new_tokens": None, "drop_cut": False, "timeout": 20.0}
+
+
+def run(fake, tmp_path, *records, model=None, template_args=None, **how):
+    """What is written, by source, and the report."""
+    data = write_lines(tmp_path / "chats.jsonl", *records)
+    report = regenerate(fake.url, tmp_path / "out.jsonl", [data], SimpleNamespace(**HOW | how), model, template_args)
+    return lines(tmp_path), "\n".join(report)
+
+
+def lines(tmp_path, name="out.jsonl"):
+    rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+    found = {int(row["source"].rpartition(":")[2]): row for row in rows}
+    assert len(found) == len(rows), "a line twice"
+    return found
+
+
+def chat(*contents, **beside):
+    return {"messages": turns(*contents), **beside}
+
+
+# ---------------------------------------------------------------------------------------------------- what it is asked
+
+
+def test_every_answer_is_asked_for_in_order_behind_those_before_it(tmp_path, serve):
+    fake = serve()
+    found, report = run(fake, tmp_path, {"messages": turns("Q", "old", "R", "older", "S", "oldest", system="Be.")})
+    assert [m["content"] for m in found[1]["messages"]] == ["Be.", "Q", "2:Q", "R", "4:R", "S", "6:S"]
+    assert [path for path, _ in fake.asked] == ["/v1/chat/completions"] * 3
+    assert [[m["content"] for m in body["messages"]] for body in fake.bodies()] == [
+        ["Be.", "Q"],
+        ["Be.", "Q", "2:Q", "R"],
+        ["Be.", "Q", "2:Q", "R", "4:R", "S"],
+    ]
+    assert all(body == {"model": "tiny", "messages": body["messages"]} for body in fake.bodies())  # nothing unasked
+    assert "1 of 1 conversations answered, now 21 tokens" in report
+
+
+def shared(*contents):
+    return [{"from": x, "value": y} for x, y in zip(("human", "gpt") * 2, contents, strict=False)]
+
+
+OLD, KEPT = {"role": "assistant", "content": "old"}, {"role": "assistant", "content": "kept", "weight": 0}
+FORMS = {
+    "messages": chat("Q", "old", "R", "old"),
+    "ShareGPT": {"conversations": shared("Q", "old", "R", "old")},
+    "prompt and completion": {"prompt": "Q", "completion": "old"},
+    "messages of both": {"prompt": turns("P", "kept", "Q"), "completion": [OLD]},
+    "a user's turn last": chat("Q", "old", "R"),
+    "a prompt alone": chat("Q"),
+    "weight 0": {"messages": [*turns("P"), KEPT, *turns("Q", "old")]},
+    "a greeting": {"messages": [{"role": "assistant", "content": "Hi"}, *turns("Q", "old")]},
+    "a system column": {"conversations": shared("Q", "old"), "system": "S"},
+}
+WANTED = {
+    "messages": ["Q", "1:Q", "R", "3:R"],
+    "ShareGPT": ["Q", "1:Q", "R", "3:R"],
+    "prompt and completion": ["Q", "1:Q"],
+    "messages of both": ["P", "kept", "Q", "3:Q"],
+    "a user's turn last": ["Q", "1:Q", "R", "3:R"],
+    "a prompt alone": ["Q", "1:Q"],
+    "weight 0": ["P", "kept", "Q", "3:Q"],
+    "a greeting": ["Hi", "Q", "2:Q"],
+    "a system column": ["S", "Q", "2:Q"],
+}
+
+
+def test_every_form_that_data_reads_is_answered_and_the_result_is_one(tmp_path, serve):
+    found, _ = run(serve(), tmp_path, *FORMS.values())
+    assert {k: [m["content"] for m in found[n]["messages"]] for n, k in enumerate(FORMS, 1)} == WANTED
+    tokenizer = chat_tokenizer(TEMPLATES["V3"])
+    documents, report = read_chats(tmp_path, tokenizer, *(json.dumps(found[n]) for n in sorted(found)))
+    assert report.used == len(FORMS) and not report.skipped
+    learned = [tokenizer.decode(d.tokens[d.loss_mask]) for d in documents]
+    wanted = {k: [x for x in some if ":" in x] for k, some in WANTED.items()}  # kept turns are not learned
+    assert learned == ["".join(f"{x}{EOS}" for x in some) for some in wanted.values()]
+
+
+def test_what_no_turn_can_be_asked_of_is_counted_by_reason(tmp_path, serve):
+    ids = {"input_ids": [1, 2], "loss_mask": [0, 1]}
+    said = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A", "weight": 0}]
+    odd = '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "A"}]}'
+    found, report = run(serve(), tmp_path, chat("Q", "old"), ids, "broken", {"messages": said}, {"text": "x"}, odd)
+    assert list(found) == [1]
+    for reason in ("token ids", "invalid JSON", "no turn to ask for", "neither messages", "not Unicode"):
+        assert report.count(reason) == 1
+    assert "chats.jsonl:2" in report and not (tmp_path / "out.jsonl.left-out").exists()
+
+
+def test_lists_and_compressed_files_and_blank_lines_keep_their_numbers(tmp_path, serve):
+    (tmp_path / "list.json").write_text(json.dumps([chat("A", "x"), chat("B", "x")]))
+    (tmp_path / "blank.jsonl").write_text(f"\n{json.dumps(chat('C', 'x'))}\n\n{json.dumps(chat('D', 'x'))}")
+    files = [tmp_path / "list.json", tmp_path / "blank.jsonl"]
+    regenerate(serve().url, tmp_path / "made" / "out.jsonl", files, SimpleNamespace(**HOW))
+    rows = [json.loads(line) for line in (tmp_path / "made" / "out.jsonl").read_text().splitlines()]
+    said = {row["source"]: row["messages"][0]["content"] for row in rows}
+    assert said == {f"{files[0]}:1": "A", f"{files[0]}:2": "B", f"{files[1]}:2": "C", f"{files[1]}:4": "D"}
+
+
+def test_options_and_template_arguments_reach_the_server_and_nothing_else_does(tmp_path, serve):
+    fake, model = serve(), tmp_path / "model"
+    model.mkdir()
+    records = [chat("Q", "old", chat_template_kwargs={"thinking": True}, id=3), chat("R", "old", id="x")]
+    found, _ = run(fake, tmp_path, *records, template_args={"thinking": False}, temperature=0.5, max_new_tokens=9)
+    by = {body["messages"][0]["content"]: body for body in fake.bodies()}
+    assert by["Q"].pop("chat_template_kwargs") == {"thinking": True} == found[1]["chat_template_kwargs"]
+    assert by["R"].pop("chat_template_kwargs") == {"thinking": False} == found[2]["chat_template_kwargs"]
+    assert all(by[x] == {"model": "tiny", "temperature": 0.5, "max_tokens": 9, "messages": turns(x)} for x in "QR")
+    (model / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95, "eos_token_id": 1}')
+    asked = module.sampling(SimpleNamespace(**HOW | {"top_p": 0.9}), model)
+    assert asked == {"temperature": 0.6, "top_p": 0.9}
+    (model / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ValueError, match="generation_config.json cannot be used"):
+        module.sampling(SimpleNamespace(**HOW), model)
+    with pytest.raises(ValueError, match="it is no directory"):
+        module.sampling(SimpleNamespace(**HOW), tmp_path / "nowhere")
+
+
+def test_many_are_asked_at_once_but_no_more_than_said(tmp_path, serve):
+    def say(body):
+        time.sleep(0.02)
+        return echo(body)
+
+    fake = serve(say)
+    found, _ = run(fake, tmp_path, *(chat(f"Q{i}", "old", "R", "old") for i in range(30)), at_once=5)
+    assert fake.most == 5 and len(found) == 30 and len(fake.asked) == 60
+    assert all(row["messages"][1]["content"] == f"1:Q{n - 1}" for n, row in found.items())
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_reasoning_is_kept_under_one_name_and_sent_under_both(tmp_path, serve, name):
+    fake = serve(lambda body: {name: f"hm {len(body['messages'])}", "content": "A"})
+    found, _ = run(fake, tmp_path, chat("Q", "<think>old</think>old", "R", "old"))
+    said = [m for m in found[1]["messages"] if m["role"] == "assistant"]
+    assert said == [{"role": "assistant", "content": "A", "reasoning_content": f"hm {n}"} for n in (1, 3)]
+    asked = fake.bodies()[1]["messages"][1]
+    assert asked == {"role": "assistant", "content": "A", "reasoning_content": "hm 1", "reasoning": "hm 1"}
+
+
+# --------------------------------------------------------------------------------------------------------------- tools
+
+
+def call(name, i, **arguments):
+    return {"id": i, "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def asks(*calls):
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def result(i, text):
+    return {"role": "tool", "tool_call_id": i, "content": text}
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("get", "put")]
+
+
+def with_calls(*calls):
+    """Calls first, then text."""
+
+    def say(body):
+        if body["messages"][-1]["role"] == "user":
+            return completion({"tool_calls": list(calls)}, "tool_calls" if calls else "stop")
+        return echo(body)
+
+    return say
+
+
+def agent(*results):
+    calls = asks(call("get", "a", x=1), call("put", "b"))
+    return {"messages": [*turns("Q"), calls, *results, OLD], "tools": TOOLS}
+
+
+def test_results_of_tools_follow_the_new_answers_calls_under_their_ids(tmp_path, serve):
+    fake = serve(with_calls(call("put", "n1"), call("get", "n2", x=2)))
+    found, report = run(fake, tmp_path, agent(result("a", "got"), result("b", "put it")))
+    assert [body["tools"] for body in fake.bodies()] == [TOOLS] * 2 and found[1]["tools"] == TOOLS
+    assert found[1]["messages"] == [
+        *turns("Q"),
+        asks(call("put", "n1"), call("get", "n2", x=2)),
+        result("n2", "got"),
+        result("n1", "put it"),
+        {"role": "assistant", "content": "4:put it"},
+    ]
+    assert "ended early" not in report and "ended" not in found[1]
+
+
+@pytest.mark.parametrize(
+    "calls", [(), (call("get", "n"),), (call("get", "n"),) * 2, (call("get", "n"), call("no", "m"))]
+)
+def test_a_conversation_ends_where_the_data_has_no_results_for_its_calls(tmp_path, serve, calls):
+    fake = serve(with_calls(*calls))
+    found, report = run(fake, tmp_path, agent(result("a", "got"), result("b", "put it")))
+    assert len(fake.asked) == 1 and [m["role"] for m in found[1]["messages"]] == ["user", "assistant"]
+    assert found[1]["ended"] == module.OTHER_CALLS and "ended early 1: calls of tools" in report
+
+
+def test_calls_that_end_the_data_or_meet_a_user_are_kept_and_end_it(tmp_path, serve):
+    flat = [{"name": "get", "parameters": {"type": "object"}}]
+    records = [chat("Q", "old", tools=json.dumps(flat)), chat("Q", "old", "R", "old", tools=TOOLS)]
+    fake = serve(with_calls(call("get", "n")))
+    found, report = run(fake, tmp_path, *records)
+    assert [len(found[n]["messages"]) for n in (1, 2)] == [2, 2] and "ended" not in found[1]
+    assert found[2]["ended"] == module.OTHER_CALLS and "ended early 1" in report
+    assert found[1]["tools"] == TOOLS[:1]  # as engines take them
+
+
+def test_results_are_told_by_id_then_by_name_then_by_place():
+    answer, given = (
+        asks(call("get", "n1"), call("get", "n2"), call("put", "n3")),
+        asks(call("put", "a"), call("get", "b")),
+    )
+    found = results_for(
+        answer, given, [result("b", "1"), {"role": "tool", "name": "get", "content": "2"}, result("a", "3")]
+    )
+    assert [(r["tool_call_id"], r["content"]) for r in found] == [("n1", "1"), ("n2", "2"), ("n3", "3")]
+    unnamed = [{"role": "tool", "content": text} for text in "xy"]
+    found = results_for(asks(call("get", "n1"), call("put", "n2")), given, unnamed)
+    assert [(r["tool_call_id"], r["content"]) for r in found] == [("n2", "x"), ("n1", "y")]
+    assert results_for(asks(call("get", "n1")), asks(), unnamed[:1]) is None  # whose it was cannot be known
+    assert results_for(asks(), asks(), []) == []
+
+
+# ------------------------------------------------------------------------------------------------------- cut by length
+
+
+def cut_at(n, text="half"):
+    return lambda body: completion({"content": text}, "length") if len(body["messages"]) == n else echo(body)
+
+
+def test_a_turn_cut_by_length_is_marked_and_ends_its_conversation(tmp_path, serve):
+    fake = serve(cut_at(3, "half\ufffd"))
+    found, report = run(fake, tmp_path, chat("Q", "old", "R", "old", "S", "old"))
+    assert found[1]["messages"][1:] == [
+        {"role": "assistant", "content": "1:Q"},
+        {"role": "user", "content": "R"},
+        {"role": "assistant", "content": "half", "finish_reason": "length"},
+    ]
+    assert len(fake.asked) == 2 and "ended early 1: cut by length (" in report
+
+
+def test_a_cut_turn_can_be_dropped_and_is_where_it_may_hold_half_a_call_or_nothing(tmp_path, serve):
+    found, report = run(serve(cut_at(3)), tmp_path, chat("Q", "old", "R", "old"), chat("Q", "old"), drop_cut=True)
+    assert [m["content"] for m in found[1]["messages"]] == ["Q", "1:Q"] and "ended early 1: cut by length and" in report
+    first, again = serve(cut_at(1)), chat("Q", "old")
+    with pytest.raises(ValueError, match="none of 3 conversations was answered: .*left out") as stopped:
+        run(first, tmp_path / "b", again, again, again, drop_cut=True) if (tmp_path / "b").mkdir() is None else 0
+    assert "left out 3: cut by length and dropped" in str(stopped.value) and "\n" not in str(stopped.value)
+    (tmp_path / "c").mkdir()
+    _, report = run(
+        serve(cut_at(1)), tmp_path / "c", chat("Q", "old", tools=TOOLS), {"messages": turns("P", "x", system="S")}
+    )
+    assert "left out 1: cut by length, where it may have been calling a tool" in report
+    (tmp_path / "d").mkdir()
+    _, report = run(serve(cut_at(1, " ")), tmp_path / "d", chat("Q", "old"), {"messages": turns("P", "x", system="S")})
+    assert "left out 1: cut to nothing" in report
