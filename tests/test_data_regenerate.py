@@ -1,15 +1,13 @@
 """Claims about asking a server for conversations anew: what it is asked, what is kept, and what stops it."""
 
-import http.server
+import fcntl
 import json
 import os
 import random
+import resource
 import signal
-import socket
-import struct
 import threading
 import time
-from email.utils import formatdate
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,8 @@ import train
 from data import regenerate as module
 from data import server
 from data.regenerate import regenerate, results_for
-from tests.helpers import EOS, FORK, TEMPLATES, chat_tokenizer, complaint, read_chats, start, turns, write_lines
+from tests.fake_server import Fake, completion
+from tests.helpers import EOS, TEMPLATES, chat_tokenizer, complaint, finish, read_chats, start, turns, write_lines
 
 # ----------------------------------------------------------------------------------------------------- a server of ours
 
@@ -27,69 +26,6 @@ def echo(body):
     """An answer that its messages alone decide: how many they are, and the last one's text."""
     messages = body["messages"]
     return {"content": f"{len(messages)}:{messages[-1]['content']}"}
-
-
-def completion(message, finish="stop", tokens=7):
-    """As vLLM writes it, with what it has no value for."""
-    message = {
-        "role": "assistant",
-        "content": None,
-        "refusal": None,
-        "function_call": None,
-        "reasoning": None,
-    } | message
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-    return {"id": "chatcmpl-1", "choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": tokens}}
-
-
-class Fake:
-    """A server at `url` that notes what it is asked. say(body): a message, a whole answer (a dict with choices), bytes,
-    or (status, headers, bytes); None cuts the connection."""
-
-    def __init__(self, say=echo):
-        self.say, self.asked, self.lock, self.busy, self.most = say, [], threading.Lock(), 0, 0
-        fake = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def log_message(self, *args):
-                pass
-
-            def do_GET(self):
-                self.reply(200, {}, json.dumps({"data": [{"id": "tiny"}]}).encode())
-
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                with fake.lock:
-                    fake.asked.append((self.path, body))
-                    fake.busy += 1
-                    fake.most = max(fake.most, fake.busy)
-                said = fake.say(body)
-                with fake.lock:
-                    fake.busy -= 1
-                if said is None:  # a reset, in the middle of an answer
-                    self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    self.send_response(200)
-                    self.send_header("Content-Length", "1000")
-                    self.end_headers()
-                    return
-                if isinstance(said, dict):
-                    said = json.dumps(said if "choices" in said else completion(said)).encode()
-                self.reply(*(said if isinstance(said, tuple) else (200, {}, said)))
-
-            def reply(self, status, headers, text):
-                self.send_response(status)
-                for name, value in {"Content-Length": len(text), **headers}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(text)
-
-        self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.handle_error = lambda *args: None
-        self.url = f"http://127.0.0.1:{self.http.server_port}"
-        threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True).start()
-
-    def bodies(self):
-        return [body for _, body in self.asked]
 
 
 @pytest.fixture
@@ -370,3 +306,229 @@ def test_a_cut_turn_can_be_dropped_and_is_where_it_may_hold_half_a_call_or_nothi
     (tmp_path / "d").mkdir()
     _, report = run(serve(cut_at(1, " ")), tmp_path / "d", chat("Q", "old"), {"messages": turns("P", "x", system="S")})
     assert "left out 1: cut to nothing" in report
+
+
+# ---------------------------------------------------------------------------------------------------- servers that fail
+
+CHATS = [chat(f"Q{i}", "old", f"R{i}", "old") for i in range(7)]
+BUSY = (429, {"Retry-After": "0"}, b'{"error": {"message": "slow down"}}')
+FAILURES = {
+    "500": (500, {}, b'{"error": {"message": "broken"}}'),
+    "503 without a word": (503, {}, b""),
+    "429": BUSY,
+    "a cut connection": None,
+    "html": b"<html>soon</html>",
+    "a list": b"[1]",
+    "no choices": {"choices": []},
+    "no message": {"choices": [{"finish_reason": "stop"}]},
+    "a message of another type": {"choices": [{"message": ["A"]}]},
+    "content of another type": completion({"content": 3}),
+    "reasoning of another type": completion({"content": "A", "reasoning": {"a": 1}}),
+    "calls without a name": completion({"tool_calls": [{"id": "a", "function": {}}]}),
+    "calls of another type": completion({"tool_calls": "get"}),
+    "an answer that was aborted": completion({"content": "half"}, "abort"),
+    "a stall": "stall",
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_what_fails_once_is_asked_again_and_nothing_is_lost_or_written_twice(tmp_path, serve, what):
+    seen = set()
+
+    def say(body):
+        if (key := json.dumps(body)) in seen:
+            return echo(body)
+        seen.add(key)
+        if FAILURES[what] == "stall":
+            time.sleep(0.6)
+            return echo(body)
+        return FAILURES[what]
+
+    found, report = run(serve(say), tmp_path, *CHATS, timeout=0.3 if what == "a stall" else 20.0)
+    assert len(found) == 7 and "7 of 7 conversations answered, now 98 tokens" in report and "early" not in report
+    for i, row in enumerate(CHATS):
+        said = [m["content"] for m in found[i + 1]["messages"]]
+        assert said == [f"Q{i}", f"1:Q{i}", f"R{i}", f"3:R{i}"] and row["messages"][0]["content"] == f"Q{i}"
+
+
+def train_on(fake, tmp_path, *flags):
+    data, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
+    if not data.exists():
+        write_lines(data, *CHATS)
+    return ["--device", "cpu", "--regenerate", fake.url, str(out), "--data", str(data), *flags]
+
+
+def test_a_server_that_goes_on_failing_is_named_in_one_line_and_what_is_answered_is_kept(tmp_path, serve, capsys):
+    fake = serve(lambda body: FAILURES["500"] if "Q5" in json.dumps(body) else echo(body))
+    argv = train_on(fake, tmp_path, "--at-once", "1")
+    assert train.cli(argv) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "/v1/chat/completions failed 8 times, at last by HTTP 500: broken, at " in error and "chats.jsonl:6" in error
+    assert list(lines(tmp_path)) == [1, 2, 3, 4, 5]
+    fake.say, fake.asked[:] = echo, []
+    assert train.cli(argv) == 0 and len(lines(tmp_path)) == 7
+    assert {body["messages"][0]["content"] for body in fake.bodies()} == {"Q5", "Q6"}
+    assert "7 of 7 conversations answered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_an_answer_about_the_server_and_not_the_conversation_stops_at_once(tmp_path, serve, status):
+    fake = serve(lambda body: (status, {}, b'{"object": "error", "message": "no such model"}'))
+    with pytest.raises(ValueError, match=f"answers HTTP {status}: no such model; is the address right.*chats.jsonl:1"):
+        run(fake, tmp_path, *CHATS, at_once=1)
+    assert len(fake.asked) == 1 and not (tmp_path / "out.jsonl.left-out").exists()
+
+
+def too_long(n):
+    text = f"This model's maximum context length is 1024 tokens. However, your prompt contains at least {n}"
+    return (400, {}, json.dumps({"error": {"message": text, "code": 400}}).encode())
+
+
+def test_refused_conversations_are_counted_by_reason_named_and_not_asked_again(tmp_path, serve):
+    def say(body):
+        first, n = body["messages"][0]["content"], len(body["messages"])
+        return too_long(1025 + n) if first in ("Q1", "Q2") or (first == "Q3" and n > 1) else echo(body)
+
+    fake, left = serve(say), tmp_path / "out.jsonl.left-out"
+    found, report = run(fake, tmp_path, *CHATS)
+    reason = (
+        "refused by HTTP 400: This model's maximum context length is N tokens. However, your prompt contains at least N"
+    )
+    assert sorted(found) == [1, 4, 5, 6, 7] and [m["content"] for m in found[4]["messages"]] == ["Q3", "1:Q3"]
+    assert found[4]["ended"] == reason and sorted(lines(tmp_path, left.name)) == [2, 3]
+    assert f"left out 2: {reason} (" in report and f"ended early 1: {reason} ({tmp_path}/chats.jsonl:4)" in report
+    assert f"remove {left} to ask for these again" in report
+    fake.asked.clear()
+    assert run(fake, tmp_path, *CHATS)[1].partition("now")[2].splitlines()[1:] == report.splitlines()[1:]
+    assert not fake.asked
+    left.unlink()
+    fake.say = echo
+    found, report = run(fake, tmp_path, *CHATS)
+    assert len(fake.asked) == 4 and len(found) == 7 and "left out" not in report
+
+
+def test_no_answer_at_all_is_one_line(tmp_path, serve):
+    with pytest.raises(
+        ValueError, match="none of 7 conversations was answered: *left out 7: refused by HTTP 400"
+    ) as said:
+        run(serve(lambda body: too_long(2000)), tmp_path, *CHATS)
+    assert "\n" not in str(said.value) and "remove " in str(said.value)
+
+
+# -------------------------------------------------------------------------------------------- stopped, and gone on with
+
+
+def test_a_run_stopped_at_any_byte_goes_on_to_the_same_set_of_lines(tmp_path, serve):
+    fake, out = serve(), tmp_path / "out.jsonl"
+    run(fake, tmp_path, *CHATS)
+    whole = out.read_bytes()
+    wanted, rng = set(whole.splitlines()), random.Random(0)
+    for end in [0, 1, len(whole) - 1, len(whole), *rng.sample(range(len(whole)), 25)]:
+        out.write_bytes(whole[:end])
+        fake.asked.clear()
+        found, report = run(fake, tmp_path, *CHATS)
+        assert set(out.read_bytes().splitlines()) == wanted and len(found) == 7
+        assert out.read_bytes().startswith(whole[: whole.rfind(b"\n", 0, end) + 1])
+        assert len(fake.asked) == 2 * (7 - whole[:end].count(b"\n")) and "7 of 7" in report
+
+
+def waited_for(path, n):
+    for _ in range(1000):
+        if path.exists() and path.read_bytes().count(b"\n") >= n:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{path} has not got {n} lines")
+
+
+@pytest.mark.parametrize("signals", [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 130)])
+def test_a_process_that_is_stopped_keeps_what_is_finished_and_says_how_to_go_on(tmp_path, serve, signals):
+    stuck, (number, code) = threading.Event(), signals
+    fake = serve(lambda body: (stuck.wait(30), echo(body))[1] if "Q5" in json.dumps(body) else echo(body))
+    argv, output = train_on(fake, tmp_path), tmp_path / "output"
+    process = start(argv, output)
+    waited_for(tmp_path / "out.jsonl", 6)
+    begin = time.monotonic()
+    os.kill(process.pid, number)
+    said = finish(process, output, code)
+    assert time.monotonic() - begin < 5 and "Traceback" not in said  # it waits for no answer
+    assert code == -9 or said.count("interrupted; ") == 1 and "--regenerate again" in said
+    assert sorted(lines(tmp_path)) == [1, 2, 3, 4, 5, 7]
+    stuck.set()
+    assert train.cli(argv) == 0 and sorted(lines(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_second_process_and_a_full_disk_are_one_line(tmp_path, serve):
+    fake = serve()
+    run(fake, tmp_path, *CHATS[:3])
+    before = (tmp_path / "out.jsonl").read_bytes()
+    write_lines(tmp_path / "chats.jsonl", *CHATS)
+    with (tmp_path / "out.jsonl").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process writes into .*out.jsonl; wait for it"):
+            run(fake, tmp_path, *CHATS)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 100, limits[1]))
+        with pytest.raises(OSError, match=r"out\.jsonl"):
+            regenerate(fake.url, tmp_path / "out.jsonl", [tmp_path / "chats.jsonl"], SimpleNamespace(**HOW))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(run(fake, tmp_path, *CHATS)[0]) == 7
+
+
+# ------------------------------------------------------------------------------------------------- data, files, options
+
+
+def test_changed_data_is_noticed_and_added_data_goes_on(tmp_path, serve):
+    fake, out = serve(), tmp_path / "out.jsonl"
+    run(fake, tmp_path, *CHATS[:3])
+    before = out.read_bytes()
+    for changed in ([CHATS[0], chat("other", "old"), CHATS[2]], CHATS[:2], [CHATS[1], CHATS[0], CHATS[2]]):
+        with pytest.raises(
+            ValueError, match="out.jsonl answers what .*chats.jsonl:[123] is no more; name another"
+        ) as said:
+            run(fake, tmp_path, *changed)
+        assert "\n" not in str(said.value) and out.read_bytes() == before
+    fake.asked.clear()
+    assert len(run(fake, tmp_path, *CHATS)[0]) == 7 and len(fake.asked) == 8
+
+
+def test_a_conversation_left_out_is_asked_again_once_it_says_something_else(tmp_path, serve):
+    fake = serve(lambda body: too_long(9) if "Q1" in json.dumps(body) else echo(body))
+    run(fake, tmp_path, *CHATS[:3])
+    found, report = run(fake, tmp_path, CHATS[0], chat("shorter", "old"), CHATS[2])
+    assert found[2]["messages"][1]["content"] == "1:shorter" and "left out" not in report
+
+
+@pytest.mark.parametrize(
+    "text", ['[{"messages": []}]', '{"messages": [1]}\n', '{"source": "a"}\n', "x", '{"source": "a\n']
+)
+def test_a_file_that_is_no_result_is_left_as_it_is(tmp_path, serve, text):
+    (tmp_path / "out.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="out.jsonl cannot be used .*; name another OUT"):
+        run(serve(), tmp_path, *CHATS)
+    assert (tmp_path / "out.jsonl").read_text() == text
+
+
+def test_what_would_be_read_as_its_own_data_is_refused(tmp_path, serve):
+    fake, data = serve(), write_lines(tmp_path / "chats.jsonl", *CHATS)
+    for paths, out in (([tmp_path], tmp_path / "sub" / "out.jsonl"), ([data], data)):
+        with pytest.raises(ValueError, match="would be read as part of --data"):
+            regenerate(fake.url, out, paths, SimpleNamespace(**HOW))
+    assert not (tmp_path / "sub").exists() and not fake.asked
+
+
+def test_options_are_checked_and_belong_to_the_command(tmp_path, serve, capsys):
+    argv = train_on(serve(), tmp_path)
+    for flags, said in (
+        (["--temperature", "11"], "--temperature is 11.0; it must be at most 10"),
+        (["--top-p", "0"], "--top-p is 0.0; it must be at least"),
+        (["--timeout", "0"], "--timeout is 0.0; it must be more than 0"),
+        (["--at-once", "0"], "--at-once is 0; it must be at least 1"),
+        (["--chat-template", str(tmp_path / "chats.jsonl")], "in its own template"),
+    ):
+        assert said in complaint([*argv, *flags], capsys)
+    assert "give --data" in complaint(argv[:-2], capsys)
+    assert "say how to --regenerate" in complaint(["--drop-cut"], capsys)
+    assert not (tmp_path / "out.jsonl").exists()
