@@ -15,9 +15,9 @@ import pytest
 import train
 from data import regenerate as module
 from data import server
-from data.regenerate import regenerate, results_for
+from data.regenerate import each_at_once, regenerate, results_for
 from tests.fake_server import Fake, completion
-from tests.helpers import EOS, TEMPLATES, chat_tokenizer, complaint, finish, read_chats, start, turns, write_lines
+from tests.helpers import EOS, FORK, TEMPLATES, chat_tokenizer, complaint, finish, read_chats, start, turns, write_lines
 
 # ----------------------------------------------------------------------------------------------------- a server of ours
 
@@ -455,6 +455,17 @@ def test_a_process_that_is_stopped_keeps_what_is_finished_and_says_how_to_go_on(
     assert sorted(lines(tmp_path)) == [1, 2, 3, 4, 5, 7]
     stuck.set()
     assert train.cli(argv) == 0 and sorted(lines(tmp_path)) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_whoever_stops_waits_for_no_request_that_is_in_flight():
+    def stop():
+        results = each_at_once(2, lambda seconds: time.sleep(seconds) or seconds, [0, 60], threading.Event())
+        assert next(results) == 0  # and the thread of the other is left alone
+
+    process = FORK.Process(target=stop)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
 
 
 def test_a_second_process_and_a_full_disk_are_one_line(tmp_path, serve):

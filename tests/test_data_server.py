@@ -9,18 +9,16 @@ import pytest
 from data import server
 
 
-class Response:
-    """What urllib raises as an error, of a status, headers and a text."""
-
-    def __new__(cls, status, text=b"", **headers):
-        return server.urllib.error.HTTPError("http://s", status, "Busy", headers, io.BytesIO(text))
+def failed(status, text=b"", **headers):
+    """What urllib raises for an answer that is an error."""
+    return server.urllib.error.HTTPError("http://s", status, "Busy", headers, io.BytesIO(text))
 
 
 def test_pauses_grow_and_are_at_least_what_the_server_asks_for(monkeypatch):
     later = {"Retry-After": "Wed, 21 Oct 2065 07:28:00 GMT"}
     soon = {"Retry-After": formatdate(time.time() + 30, usegmt=True)}
-    failures = [TimeoutError(), Response(429, **{"Retry-After": "7.5"}), Response(503, **soon), Response(500, **later)]
-    failures += [Response(500, **{"Retry-After": "never"}), ConnectionResetError(), OSError("gone")]
+    failures = [TimeoutError(), failed(429, **{"Retry-After": "7.5"}), failed(503, **soon), failed(500, **later)]
+    failures += [failed(500, **{"Retry-After": "never"}), ConnectionResetError(), OSError("gone")]
     pauses, left = [], [*failures]
 
     def exchange(url, body, timeout):
@@ -55,4 +53,4 @@ def test_pauses_grow_and_are_at_least_what_the_server_asks_for(monkeypatch):
     ],
 )
 def test_what_a_server_says_of_an_error_is_one_short_line(text, said):
-    assert server.reason_of(Response(400, text)) == said
+    assert server.reason_of(failed(400, text)) == said
