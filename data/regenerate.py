@@ -74,7 +74,7 @@ def regenerate(url: str, out, paths: list[Path], how, model=None, template_args:
         return insist(f"{url}/v1/chat/completions", request | body, read_answer, how.timeout, stopping.wait)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with opened_alone(out) as file:
+    with opened_alone(out, named=out) as file:
         book = Book(file, out)
         total = book.check(files)
         todo = (record for record in records(files) if not book.has(*record[:2]))
