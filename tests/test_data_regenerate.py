@@ -18,6 +18,7 @@ from data import regenerate as module
 from data.regenerate import each_at_once, regenerate, results_for
 from tests.fake_server import Fake, completion
 from tests.helpers import EOS, FORK, TEMPLATES, chat_tokenizer, complaint, finish, read_chats, start, turns, write_lines
+from tests.test_data_conversations import planted
 
 # ----------------------------------------------------------------------------------------------------- a server of ours
 
@@ -544,3 +545,22 @@ def test_options_are_checked_and_belong_to_the_command(tmp_path, serve, capsys):
     assert "give --data" in complaint(argv[:-2], capsys)
     assert "say how to --regenerate" in complaint(["--drop-cut"], capsys)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+PLANTED = FORMS | {"an agent": agent(result("a", "got"), result("b", "put it"))}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_nothing_that_a_line_or_an_answer_holds_raises_anything_but_what_is_told(name):
+    rng = random.Random(name)
+    record = json.loads(json.dumps(PLANTED[name]))
+    for _ in range(300):
+        text = json.dumps(planted(rng, record)).encode()
+        made = module.answer(lambda body: (echo(body) | {"role": "assistant"}, False, 1), {}, False, ("s:1", "h", text))
+        assert made[:2] == ("s:1", "h") and (made[3].messages or made[3].ended)
+        said = completion(asks(call("get", "a", x=1)) | {"reasoning": "hm"})
+        try:
+            message, _, tokens = module.read_answer(planted(rng, json.loads(json.dumps(said))))
+        except server.WRONG:
+            continue
+        assert message["role"] == "assistant" and isinstance(message["content"], str) and isinstance(tokens, int)
