@@ -78,7 +78,7 @@ def regenerate(url: str, out, paths: list[Path], how, model=None, template_args:
         book = Book(file, out)
         total = book.check(files)
         todo = (record for record in records(files) if not book.has(*record[:2]))
-        work = partial(answer, say, template_args or {}, how.drop_cut)
+        work = partial(ask_record, say, template_args or {}, how.drop_cut)
         with tqdm(total=total, initial=book.answered + book.left.total(), desc="answered") as bar:
             for answered in each_at_once(how.at_once, work, todo, stopping):
                 book.add(*answered)
@@ -87,7 +87,8 @@ def regenerate(url: str, out, paths: list[Path], how, model=None, template_args:
     return book.report(total)
 
 
-def answer(say: Callable, given: dict, drop_cut: bool, record: tuple) -> "tuple[str, str, Asked | None, Answered]":
+def ask_record(say: Callable, given: dict, drop_cut: bool, record: tuple) -> "tuple[str, str, Asked | None, Answered]":
+    """Source, hash, what was asked (None: nothing that can be) and what became of it."""
     source, digest, text = record
     try:
         asked = read_asked(text, given)

@@ -357,7 +357,7 @@ def train_on(fake, tmp_path, *flags):
     data, out = tmp_path / "chats.jsonl", tmp_path / "out.jsonl"
     if not data.exists():
         write_lines(data, *CHATS)
-    return ["--device", "cpu", "--regenerate", fake.url, str(out), "--data", str(data), *flags]
+    return ["--device", "cpu", "--regenerate", f"{fake.url}/v1/", str(out), "--data", str(data), *flags]
 
 
 def test_a_server_that_goes_on_failing_is_named_in_one_line_and_what_is_answered_is_kept(tmp_path, serve, capsys):
@@ -556,7 +556,9 @@ def test_nothing_that_a_line_or_an_answer_holds_raises_anything_but_what_is_told
     record = json.loads(json.dumps(PLANTED[name]))
     for _ in range(300):
         text = json.dumps(planted(rng, record)).encode()
-        made = module.answer(lambda body: (echo(body) | {"role": "assistant"}, False, 1), {}, False, ("s:1", "h", text))
+        made = module.ask_record(
+            lambda body: (echo(body) | {"role": "assistant"}, False, 1), {}, False, ("s:1", "h", text)
+        )
         assert made[:2] == ("s:1", "h") and (made[3].messages or made[3].ended)
         said = completion(asks(call("get", "a", x=1)) | {"reasoning": "hm"})
         try:
