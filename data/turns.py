@@ -1,10 +1,12 @@
 """What an engine is given for a turn of a chat, and what the target says to it, by differences of renderings."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 from data.grammar import CLOSE, MARK, OPEN, Grammar, common
 from data.records import Chat, check_calls, marked
-from data.rendering import Skip, render
+from data.rendering import Skip
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
 UNOPENED = "reasoning that neither the prompt nor the template opens"
@@ -12,21 +14,33 @@ NO_ANSWER = "the template does not render the answer"
 DROPPED = "turns without their reasoning, which the template does not render"
 
 
+class Turn(NamedTuple):
+    """What an engine is given, and what the target says to it, its end of turn included: `said` and `stop`."""
+
+    prompt: str
+    through: str  # the answered turn rendered, which ends as `said` does, blanks aside
+    said: str
+    stop: str
+
+
 class Turns:
     """The assistant turns of one conversation, as its template renders them with these arguments.
 
-    ends: the tokens that are whole texts, one of which may end a turn. notes: counts what befell some turns.
+    rendering: makes text of messages, tools, arguments, whether to add the generation prompt. ends: the tokens that are
+    whole texts, one of which may end a turn. notes: counts what befell some turns.
     """
 
-    def __init__(self, tokenizer, arguments: dict, chat: Chat, grammar: Grammar, ends: tuple[str, ...], notes: Counter):
-        self.tokenizer, self.arguments, self.chat, self.grammar = tokenizer, arguments, chat, grammar
+    def __init__(
+        self, rendering: Callable, arguments: dict, chat: Chat, grammar: Grammar, ends: tuple[str, ...], notes: Counter
+    ):
+        self.rendering, self.arguments, self.chat, self.grammar = rendering, arguments, chat, grammar
         self.ends, self.notes = ends, notes
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        return render(self.tokenizer, messages, self.chat.tools, self.arguments, add_generation_prompt)
+        return self.rendering(messages, self.chat.tools, self.arguments, add_generation_prompt)
 
-    def turn(self, i: int) -> tuple[str, str]:
-        """What an engine is given for assistant turn i, and what the target says to it, its end of turn included."""
+    def turn(self, i: int) -> Turn:
+        """Assistant turn i. Skip: it cannot be had."""
         message, before = self.chat.messages[i], self.chat.messages[:i]
         calls = message.get("tool_calls")
         if i == 0:
@@ -37,7 +51,8 @@ class Turns:
         through = self.render([*before, message])
         tail = ""
         if self.grammar.close is not None:
-            tail = self.grammar.tail(prompt[len(common(prompt, self.render(before))) :])
+            header = prompt[len(common(prompt, self.render(before))) :]
+            tail = self.grammar.tail(header or self.behind(before).removeprefix(prompt))
         upto = prompt.removesuffix(tail)
         begin = len(upto) if through.startswith(upto) else self.located(i, through, tail)
         said = self.said(through[begin:], tail, message)
@@ -47,16 +62,19 @@ class Turns:
             check_calls(self.render([*before, marked(message)]), calls)
         end = said.rstrip()
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
-        return prompt, said + self.grammar.stops[bool(calls)]
+        return Turn(prompt, through, said, self.grammar.stops[bool(calls)])
+
+    def behind(self, before: list[dict]) -> str:
+        """What a prompt has behind the text of its last message."""
+        return self.render(asked(before), add_generation_prompt=True).rpartition(MARK)[2]
 
     def located(self, i: int, through: str, tail: str) -> int:
         """Where answer i begins in a rendering that rewrites the history before it: what the prompt has behind the text
         of its last message, the role included, stands there between that text and the answer's own."""
         message, before = self.chat.messages[i], self.chat.messages[:i]
         own = len(common(through, self.render([*before, marked(message)])))
-        asked = [*before[:-1], before[-1] | {"content": before[-1]["content"] + MARK}]
-        role = self.render(asked, add_generation_prompt=True).rpartition(MARK)[2].removesuffix(tail)
-        _, *between = self.render([*asked, marked(message)]).split(MARK)
+        role = self.behind(before).removesuffix(tail)
+        _, *between = self.render([*asked(before), marked(message)]).split(MARK)
         for text in (role, role.rstrip()):
             if len(between) > 1 and between[0].startswith(text):
                 return own - len(between[0]) + len(text)
@@ -115,3 +133,8 @@ class Turns:
             return 0
         before, found, _ = said.partition(close)
         return len(before + found)
+
+
+def asked(messages: list[dict]) -> list[dict]:
+    """The same with a mark behind the text of the last one."""
+    return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + MARK}]
