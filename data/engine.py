@@ -56,10 +56,11 @@ class Engine:
         body = {"model": self.model, "messages": [as_requested(message) for message in messages]}
         body |= {"add_generation_prompt": add_generation_prompt, "tools": tools, "chat_template_kwargs": arguments}
         try:
-            json.dumps(body, ensure_ascii=False).encode()  # JSON can hold half a surrogate pair
-            answer = ask_again(place := f"{self.url}/tokenize", body)
-        except UnicodeEncodeError:
+            json.dumps(body, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):  # JSON can hold half a surrogate pair
             raise Skip("text that is not Unicode") from None
+        try:
+            answer = ask_again(place := f"{self.url}/tokenize", body)
         except Refused as refusal:
             raise Skip(f"the engine refuses it ({refusal})") from None
         with answering(place):

@@ -90,8 +90,8 @@ def check_template(tokenizer) -> None:
     if tokenizer.chat_template is None and usual:  # else by code of its own
         raise ValueError(
             f"{tokenizer.name_or_path or 'the tokenizer'} brings no chat template (some targets ship code instead); "
-            "put a chat_template.jinja beside its config.json, or name one by --chat-template FILE, or a running vLLM by "
-            "--render URL"
+            "put a chat_template.jinja beside its config.json, or name one by --chat-template FILE, or a running vLLM "
+            "by --render URL"
         )
 
 

@@ -10,6 +10,7 @@ from data.rendering import Skip
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
 UNOPENED = "reasoning that neither the prompt nor the template opens"
+CLOSED_WITHIN = "reasoning that holds its own closing tag"
 NO_ANSWER = "the template does not render the answer"
 DROPPED = "turns without their reasoning, which the template does not render"
 
@@ -47,6 +48,8 @@ class Turns:
             raise Skip("an assistant turn that answers nothing")
         if not (message["content"].strip() or message.get("reasoning_content") or calls):
             raise Skip("an empty answer")
+        if self.grammar.close and self.grammar.close in message.get("reasoning_content", ""):
+            raise Skip(CLOSED_WITHIN)
         prompt = self.render(before, add_generation_prompt=True)
         through = self.render([*before, message])
         tail = ""
