@@ -1,5 +1,5 @@
-"""Claims about conversations that an engine renders: what a local template gives, where the engine has the same one, and
-the engine's own token ids where its rendering is code.
+"""Claims about conversations that an engine renders: the documents of a local template, where the engine has the same
+one, and the engine's own token ids where its rendering is code.
 
 The engines are made here, over HTTP as vLLM's: one renders by a tokenizer's template, arguments of tools parsed, one
 encodes what users write without special tokens, one is code that knows no generation prompt.
@@ -19,10 +19,9 @@ from data.engine import UNRENDERED, Engine
 from data.rendering import SPANS
 from data.templates import Converter
 from data.turns import CLOSED_WITHIN, DROPPED
-from tests.helpers import BOS, EOS, GOOD, TEMPLATES, error_line, same_documents, turns, wrap, write_lines
+from tests.helpers import BOS, EOS, GOOD, TEMPLATES, same_documents, turns, wrap, write_lines
 from tests.test_data_chats import FAMILIES, call, tokenizer_of
 from tests.test_data_conversations import FAILS
-
 
 REFUSES, FAILS_ONCE = "refuse this", "fail once"
 
@@ -140,7 +139,7 @@ def assert_equal(one, other):
 def chats(thinks: bool, calls: bool) -> list[dict]:
     """One to three turns in all forms, with all that a record can say."""
     several = [
-        turns(*"Q é A. P\n B\n\nb What? C日本".split(" ")[: 2 * n], system=s) for n, s in ((1, None), (3, "Be."))
+        turns(*("Q é", "A.", "P\n", "B\n\nb", "What?", "C日本")[: 2 * n], system=s) for n, s in ((1, None), (3, "Be."))
     ]
     if thinks:
         for chat in (turns("Q", "A", "P", "B"), turns("Q", " A ", "P", "B\n")):
@@ -221,7 +220,7 @@ def test_reasoning_that_the_engine_does_not_render_is_encoded_behind_its_prompt(
         assert [*made.skipped] == [UNRENDERED] * (r != "hm")  # an answer is rendered
 
 
-# --------------------------------------------------------------------------------------- engines whose rendering is code
+# -------------------------------------------------------------------------------------- engines whose rendering is code
 
 
 def segments(tokenizer, *parts: str) -> list[int]:
