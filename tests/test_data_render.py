@@ -6,20 +6,25 @@ encodes what users write without special tokens, one is code that knows no gener
 """
 
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
+import train
 from data import server
 from data.conversations import answered, read_conversations
 from data.engine import UNRENDERED, Engine
 from data.rendering import SPANS
 from data.templates import Converter
 from data.turns import CLOSED_WITHIN, DROPPED
-from tests.helpers import BOS, EOS, GOOD, TEMPLATES, same_documents, turns, wrap, write_lines
+from states.read import open_captured
+from target.ends import load_ends
+from tests.helpers import BOS, EOS, GOOD, TEMPLATES, command, error_line, log, same_documents, turns, wrap, write_lines
 from tests.test_data_chats import FAMILIES, call, tokenizer_of
 from tests.test_data_conversations import FAILS
 
@@ -406,3 +411,42 @@ def test_a_second_start_asks_for_nothing_and_another_rendering_is_another_cache(
     assert made()[2] > 20 * 2 * 2
     fake.encode = by_template(tokenizer_of(TEMPLATES["V3"]))
     assert made()[2] > 20 * 2 * 2 and not same_documents(made()[0], wanted) and made()[2] == 2
+
+
+# -------------------------------------------------------------------------------------------------------- train.py
+
+
+def test_a_run_takes_its_tokens_from_a_server_where_the_target_brings_no_template(tmp_path, fake, tiny_targets, capsys):
+    """Dry, sent, captured and trained on, and resumed when the server is gone."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_targets["deepseek-v3"])
+    model = shutil.copytree(tiny_targets["deepseek-v3"], tmp_path / "model")
+    (model / "chat_template.jinja").unlink()
+    path = write_lines(tmp_path / "x.jsonl", *({"messages": turns(f"Q{i}", "An answer.")} for i in range(30)))
+    fake.encode, wanted = by_template(tokenizer), read_conversations([path], tokenizer, 256, progress=False)[0]
+    argv = ["--target", "deepseek-v3", "--model", model, "--data", path]
+    with pytest.raises(ValueError, match="brings no chat template .*--render URL"):
+        train.main(command(tmp_path, "dry", *argv, "--dry-run"))
+    argv += ["--render", fake.url + "/"]
+    train.main(command(tmp_path, "dry", *argv, "--dry-run"))
+    assert "30 of 30 conversations" in capsys.readouterr().out and fake.asked
+    train.main(command(tmp_path, "captured", *argv, "--capture", tmp_path / "captured"))
+    assert len(open_captured(tmp_path / "captured", load_ends(model)).documents) == len(wanted) == 30
+    with pytest.raises(ValueError, match="v1/completions does not answer"):
+        train.main(command(tmp_path, "sent", *argv, "--send", fake.url, tmp_path / "sent"))
+    sent = [json.loads(line)["input_ids"] for line in (tmp_path / "sent/index.jsonl").read_text().splitlines()]
+    assert sent == [d.tokens.tolist() for d in wanted]
+    train.main(command(tmp_path, "run", *argv, "--steps", 1, "--decode-prompts", 0))
+    shutil.rmtree(tmp_path / "run/draft")
+    fake.status = 500
+    with pytest.raises(ValueError, match="v1/models does not answer as vLLM does .*500"):
+        train.main(command(tmp_path, "run", "--resume", "--steps", 2))
+    fake.status = None
+    train.main(["--runs", str(tmp_path), "--name", "run", "--resume", "--steps", "2"])
+    assert [line["step"] for line in log(tmp_path, "run")] == [1, 2]
+
+
+def test_settings_that_render_nothing_are_one_line(tmp_path, capsys):
+    (tmp_path / "t.jinja").write_text("x")
+    both = ["--render", "http://localhost:1", "--chat-template", tmp_path / "t.jinja"]
+    assert "--chat-template says how to render here, --render has a server do it by its own" in error_line(both, capsys)
+    assert "--render 'localhost:1' is no address of a running server" in error_line(["--render", "localhost:1"], capsys)
