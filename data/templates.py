@@ -22,6 +22,9 @@ Thinking templates often drop the reasoning even of the last turn, although the 
 another form than the prompt does. Such a turn is put together again by the template's own grammar: the opening tag
 unless the prompt brings it, reasoning, the closing tag, and the rendered rest.
 
+An engine may render instead (`data/engine.py`): turns are found in the same way, in the text of its tokens, and the
+documents are made of those.
+
 Knows tokenizers and files, never models.
 """
 
