@@ -54,8 +54,7 @@ class Turns:
         through = self.render([*before, message])
         tail = ""
         if self.grammar.close is not None:
-            header = prompt[len(common(prompt, self.render(before))) :]
-            tail = self.grammar.tail(header or self.behind(before).removeprefix(prompt))
+            tail = self.grammar.tail(prompt[len(common(prompt, self.render(before))) :])
         upto = prompt.removesuffix(tail)
         begin = len(upto) if through.startswith(upto) else self.located(i, through, tail)
         said = self.said(through[begin:], tail, message)
@@ -67,17 +66,14 @@ class Turns:
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
         return Turn(prompt, through, said, self.grammar.stops[bool(calls)])
 
-    def behind(self, before: list[dict]) -> str:
-        """What a prompt has behind the text of its last message."""
-        return self.render(asked(before), add_generation_prompt=True).rpartition(MARK)[2]
-
     def located(self, i: int, through: str, tail: str) -> int:
         """Where answer i begins in a rendering that rewrites the history before it: what the prompt has behind the text
         of its last message, the role included, stands there between that text and the answer's own."""
         message, before = self.chat.messages[i], self.chat.messages[:i]
         own = len(common(through, self.render([*before, marked(message)])))
-        role = self.behind(before).removesuffix(tail)
-        _, *between = self.render([*asked(before), marked(message)]).split(MARK)
+        asked = [*before[:-1], before[-1] | {"content": before[-1]["content"] + MARK}]
+        role = self.render(asked, add_generation_prompt=True).rpartition(MARK)[2].removesuffix(tail)
+        _, *between = self.render([*asked, marked(message)]).split(MARK)
         for text in (role, role.rstrip()):
             if len(between) > 1 and between[0].startswith(text):
                 return own - len(between[0]) + len(text)
@@ -136,8 +132,3 @@ class Turns:
             return 0
         before, found, _ = said.partition(close)
         return len(before + found)
-
-
-def asked(messages: list[dict]) -> list[dict]:
-    """The same with a mark behind the text of the last one."""
-    return [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + MARK}]

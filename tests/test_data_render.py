@@ -341,6 +341,18 @@ def test_a_rendering_without_generation_prompts_is_understood(fake):
     assert made(chat[:2], thinking=True)[2] == [CLOSED_WITHIN]
 
 
+def test_an_engine_parses_the_arguments_of_tools_itself(fake):
+    """So they are written as it writes objects, and what it would take for none at all is not learned."""
+    tokenizer = tokenizer_of(TEMPLATES["K2"])
+    for arguments, said in (('{"k": "é"}', "[<|call|>near{'k': 'é'}<|im_end|>]"), ("", "[<|call|>near{}<|im_end|>]")):
+        chat = [*turns("Q"), {"role": "assistant", "content": None, "tool_calls": [call(arguments)]}]
+        _, made = both(fake, tokenizer, [{"messages": chat}])
+        assert marked(tokenizer, made)[0].endswith(said)
+    for arguments in ("[2]", "near"):
+        chat[1]["tool_calls"] = [call(arguments)]
+        assert not both(fake, tokenizer, [{"messages": chat}])[1].lengths.size
+
+
 # ------------------------------------------------------------------------------------------------- servers that fail
 
 
@@ -377,7 +389,11 @@ def test_a_server_that_fails_is_one_line_that_names_it(tmp_path, fake, status, a
 
 def test_a_server_of_another_target_is_refused(tmp_path, fake):
     tokenizer, path = tokenizer_of(TEMPLATES["V3"]), write_lines(tmp_path / "x.jsonl", GOOD)
-    for encode in (lambda *args: [0, 9999], lambda *args: [70, 71, 72]):
+    own = by_template(tokenizer)
+    for encode in (
+        lambda messages, *args: [*own(messages, *args), 9999][: 99 if "Q" in str(messages) else -1],
+        lambda *args: [70],
+    ):
         fake.encode = encode
         with pytest.raises(ValueError, match=f"{fake.url} renders .*; a server of the target of --model is wanted"):
             read(fake, tokenizer, path)
