@@ -63,16 +63,17 @@ def ask_again(url: str, body: dict) -> dict:
         except ValueError as error:
             status = getattr(error.__cause__, "code", 0)
             if status in REFUSALS:
-                raise Refused(said(error.__cause__)) from None
+                raise Refused(message_of(error.__cause__)) from None
             if wait is None or not (isinstance(error, Away) or status == 429 or status >= 500):
                 raise
             time.sleep(wait)
 
 
-def said(error: urllib.error.HTTPError) -> str:
-    """The message of a refusal."""
-    text = error.read(1 << 16).decode(errors="replace")
+def message_of(error: urllib.error.HTTPError) -> str:
+    """What the server says of a refusal."""
+    text = error
     with suppress(*WRONG):
+        text = error.read(1 << 16).decode(errors="replace")
         text = json.loads(text)["error"]["message"]
     return " ".join(str(text).split())[:100].encode(errors="replace").decode()
 

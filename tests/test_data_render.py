@@ -6,6 +6,7 @@ encodes what users write without special tokens, one is code that knows no gener
 """
 
 import json
+import random
 import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +27,7 @@ from states.read import open_captured
 from target.ends import load_ends
 from tests.helpers import BOS, EOS, GOOD, TEMPLATES, command, error_line, log, same_documents, turns, wrap, write_lines
 from tests.test_data_chats import FAMILIES, call, tokenizer_of
-from tests.test_data_conversations import FAILS
+from tests.test_data_conversations import FAILS, R1_CHAT, Slow, planted
 
 REFUSES, FAILS_ONCE = "refuse this", "fail once"
 
@@ -204,6 +205,8 @@ def test_tokens_that_span_a_border_are_seen(fake, name):
     records = [{"messages": turns(a, b, system="Be.")} for a in SPANNING for b in SPANNING]
     one, other = both(fake, tokenizer, records)
     assert_equal(one, other)
+    slow = Converter(Slow(tokenizer), "train", None, Engine(fake.url, Slow(tokenizer)))
+    assert_equal(one, slow.convert(json.dumps(records).encode(), is_list=True))
     assert len(one.lengths) > 7 and bool(one.skipped) == (name == "ChatML untrimmed")
     _, made = both(fake, tokenizer, [{"messages": turns("Q", "The cat", "P", "\nThe cat")}])
     assert len(made.lengths) == 1  # each turn by itself: the engine's prompt of the second is no worse for the first
@@ -223,6 +226,16 @@ def test_reasoning_that_the_engine_does_not_render_is_encoded_behind_its_prompt(
     for r, a in (("a <|User|> b", "A"), ("hm", "\nA <|User|>")):
         _, made = both(fake, tokenizer, [{"messages": turns("Q", f"<think>\n{r}</think>{a}")}])
         assert [*made.skipped] == [UNRENDERED] * (r != "hm")  # an answer is rendered
+
+
+@pytest.mark.parametrize("name", ["K2 thinking", "R1", "ChatML"])
+def test_nothing_that_a_line_holds_raises(fake, name):
+    rng, one = random.Random(name), {"function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [one], "reasoning_content": "hm"}
+    chat = {"messages": [*turns("Q"), said, {"role": "tool", "content": "2"}, *R1_CHAT], "tools": [one]}
+    records = [planted(rng, rng.choice([chat, GOOD, {"input_ids": [1, 2], "loss_mask": [0, 1]}])) for _ in range(150)]
+    _, made = both(fake, tokenizer_of(TEMPLATES[name]), records, "mask")
+    assert made.read == 150 == len(set(made.records.tolist())) + sum(n for n, _ in made.skipped.values())
 
 
 # -------------------------------------------------------------------------------------- engines whose rendering is code
