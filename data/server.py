@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -70,12 +71,13 @@ def ask_again(url: str, body: dict) -> dict:
 
 
 def message_of(error: urllib.error.HTTPError) -> str:
-    """What the server says of a refusal."""
+    """What the server says of a refusal, without what it quotes: that is another one's in every conversation."""
     text = error
     with suppress(*WRONG):
         text = error.read(1 << 16).decode(errors="replace")
         text = json.loads(text)["error"]["message"]
-    return " ".join(str(text).split())[:100].encode(errors="replace").decode()
+    text = " ".join(str(text).split())
+    return (re.split("[`{]", text)[0].strip() or text)[:100].encode(errors="replace").decode()
 
 
 @contextmanager

@@ -57,7 +57,7 @@ class Fake:
         try:
             how = (body["messages"], body.get("tools"), body["add_generation_prompt"])
             if REFUSES in text:
-                raise ValueError("no\n such thing")
+                raise ValueError(f"no\n such thing `{text}`")
             return 200, json.dumps({"tokens": self.encode(*how, **(body.get("chat_template_kwargs") or {}))}).encode()
         except Exception as error:
             return 400, json.dumps({"error": {"message": str(error), "code": 400}}).encode()
@@ -376,12 +376,12 @@ def read(fake, tokenizer, path, **options):
 def test_what_the_engine_refuses_is_skipped_by_its_reason_and_a_failure_is_asked_again(tmp_path, fake):
     tokenizer = tokenizer_of(FAILS)
     fake.encode = by_template(tokenizer)
-    bad = [{"messages": turns(x, "A")} for x in (REFUSES, "boom", "\ud800")]
+    bad = [{"messages": turns(x, "A")} for x in (REFUSES, f"again, {REFUSES}", "boom", "\ud800")]
     path = write_lines(tmp_path / "x.jsonl", GOOD, *bad, {"messages": turns(FAILS_ONCE, "A")}, GOOD, "broken")
     documents, report = read(fake, tokenizer, path)
     reasons = ["the engine refuses it (no such thing)", "the engine refuses it (no boom)"]
-    assert report.skipped == dict.fromkeys([*reasons, "text that is not Unicode", "invalid JSON"], 1)
-    assert [d.source.rpartition(":")[2] for d in documents] == ["1", "5", "6"] and fake.failed
+    assert report.skipped == dict.fromkeys([*reasons, "text that is not Unicode", "invalid JSON"], 1) | {reasons[0]: 2}
+    assert [d.source.rpartition(":")[2] for d in documents] == ["1", "6", "7"] and fake.failed
     assert same_documents(documents[:1], read_conversations([path], tokenizer, 99, progress=False)[0][:1])
 
 
