@@ -361,8 +361,8 @@ class Eagle3DeepseekMLAAttention(nn.Module):
         blind = scores.amax(-1, keepdim=True) == float("-inf")  # left to the softmax, its NaN would be in the backward
         p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0).to(v0.dtype)
         o = einsum(p[..., : k0.shape[2]], v0, "b n t j, b n j v -> b n t v")
-        for j, (_, v) in enumerate(keys_values, start=k0.shape[2]):
-            o = o + p[..., j : j + 1] * v
+        for j, (_, v) in enumerate(keys_values, start=-len(keys_values)):  # from the end: T may be a symbol
+            o = o + p[..., j, None] * v
         return self.output(o, pre_gate)
 
     @staticmethod
