@@ -41,6 +41,7 @@ from serving.decode import (
     pick,
     speculative,
     streams,
+    unique_bigrams,
 )
 from target.model import Target, load_target
 from target.tiny import tiny_target
@@ -399,12 +400,6 @@ def pooled(found: dict, k: int) -> dict:
         "faster_by_prompt": speed_ups,
         "identical": found["identical"],
     }
-
-
-def unique_bigrams(texts: list[list[int]]) -> float:
-    """Distinct pairs of neighbours over all pairs, each text alone: text that repeats itself is easy to draft."""
-    pairs = [list(zip(text, text[1:], strict=False)) for text in texts]
-    return sum(len(set(p)) for p in pairs) / max(sum(map(len, pairs)), 1)
 
 
 RUN_TABLE = {
