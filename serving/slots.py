@@ -42,8 +42,6 @@ def judge(loss: TTTLoss, rows: RowChunks) -> Judged:
     else:
         goes_on = torch.zeros_like(goes_on)
     for chunk in rows:
-        if rows.features.is_cuda:
-            torch.compiler.cudagraph_mark_step_begin()
         found.append(judge_chunk(loss, leaves.keys, rows, chunk, mass, goes_on))
     return Judged(*(torch.cat(x, dim=-1) for x in zip(*found, strict=True)))
 
