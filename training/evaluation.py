@@ -72,9 +72,8 @@ def chains_by_bucket(rows: RowChunks, judged: Judged) -> Tensor:
 
 def on_policy(rows: RowChunks) -> tuple[int, int]:
     """How many learned tokens are what the target would have said greedily, and of how many."""
-    document, tokens = (x.cpu() for x in (rows.document, rows.tokens))
-    counted = rows.learned[:, :-1] & (document[:, 1:] == document[:, :-1])
-    return int((counted & (rows.choice[:, :-1] == tokens[:, 1:])).sum()), int(counted.sum())
+    counted, right = rows.learned[:, :-1] & rows.learned[:, 1:], rows.choice[:, :-1] == rows.tokens[:, 1:].cpu()
+    return int((counted & right).sum()), int(counted.sum())
 
 
 def decode_for_real(args: Settings, source: Source, draft: nn.Module) -> dict:
