@@ -451,13 +451,14 @@ class Interruption:
 
 def report(args: Settings, run: Path, result: dict) -> None:
     """Every accept length below the text that it was measured on."""
-    own = f"{result['slots']:,} slots; {result['on_policy']:.0%} of its tokens are the target's choice"
-    print(f"\non the held-out documents' own text, chains of {args.ttt_steps}, sampled at temperature 1, {own}:")
+    of = f"{result['slots']:,} slots, chains of {args.ttt_steps}, sampled at temperature 1"
+    print(f"\non the held-out documents' own text ({of}):")
     places = {f"at {name} ({x['slots']:,} slots) ": x for name, x in result["by_position"].items()}
     for place, x in {"": result, **(places if len(places) > 1 else {})}.items():
         for kind, lengths in lengths_of(x).items():
             print(f"  {kind:<9} {place}{lengths}")
     print(f"  accuracy  {' '.join(f'{x:.1%}' for x in result['accuracy'])}  (steps 1..{args.ttt_steps})")
+    print(f"  on policy {result['on_policy']:.1%} of its tokens are what the target would have said greedily")
     if result["prompts"]:
         where = f"{result['prompts']} held-out prompts{'' if args.data else ' cut mid-text'}"
         print(f"on what the target says itself behind {where}, {args.decode_tokens} new tokens each:")
