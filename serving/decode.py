@@ -96,7 +96,7 @@ def walk(rows: RowBatch, metrics: Metrics, k: int | None = None) -> Accepted:
 
 
 def walk_by_bucket(rows: RowBatch | RowChunks, metrics: Metrics, k: int | None = None) -> dict[str, Accepted]:
-    """`walk`, its rounds sorted into BUCKETS by the position that their chain starts at. Of the metrics only `hit` is read."""
+    """`walk`, its rounds sorted into BUCKETS by the position that their chain starts at; it reads `hit` alone."""
     chain = metrics.hit[:k].long().cumprod(0).sum(0).cpu()  # [B,A]
     total = dict.fromkeys(BUCKETS, Accepted(0, 0))
     for where, hits in runs(rows, rows.valid[0], chain):
