@@ -102,7 +102,7 @@ class Settings:
 
     eval_rows: int = option(8, "evaluation", "held-out rows")
     eval_every: int | None = option(None, "evaluation", "steps between evaluations; None: at the end alone")
-    decode_prompts: int = option(6, "evaluation", "held-out prompts decoded for real, 0 for none")
+    decode_prompts: int = option(48, "evaluation", "held-out prompts decoded for real, a quarter greedily too; 0: none")
     decode_tokens: int = option(64, "evaluation", "new tokens of each")
     export_dtype: str = option("bfloat16", "evaluation", "of the saved draft", ("bfloat16", "float32"))
 
