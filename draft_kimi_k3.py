@@ -20,9 +20,10 @@ from draft_deepseek import (
 
 
 class KimiK3Eagle3Config(Eagle3MLAConfig):
-    """`Eagle3MLAConfig` with K3's switches. ValueError: `mla_use_nope` false, grouped key/value heads."""
+    """`Eagle3MLAConfig` with K3's switches. ValueError: `mla_use_nope` false, grouped key/value heads.
 
-    model_type = "kimi_k3"
+    Its model_type stays deepseek_v2: vLLM takes kimi_k3 for the multimodal target, and detects MLA by that of DeepSeek.
+    """
 
     mla_use_nope: bool = True
     mla_use_output_gate: bool = True
@@ -44,7 +45,7 @@ class KimiK3Eagle3Config(Eagle3MLAConfig):
 
 
 class KimiK3Eagle3DraftModel(DeepseekV3Eagle3DraftModel):
-    """EAGLE-3 draft of a Kimi K3 target. No released engine serves this class yet."""
+    """EAGLE-3 draft of a Kimi K3 target. vLLM serves it with the plug-in in serving/kimi_k3_vllm."""
 
     config_class = KimiK3Eagle3Config
     engine_architecture, hidden_act = "Eagle3KimiK3ForCausalLM", "situ"

@@ -12,7 +12,6 @@ Knows HTTP and JSON, never tokenizers.
 import hashlib
 import json
 import os
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -30,7 +29,7 @@ from data.files import append, naming, open_regular, opened_alone, read_json
 from data.grammar import Grammar
 from data.records import CUT, arguments_of, load_list, parse, read_message, read_whole
 from data.rendering import Skip
-from data.server import Refused, insist, served_model
+from data.server import Refused, ask_again, served_model
 
 AS_SERVED = Grammar(
     None, None, "", "", False, ("", "")
@@ -39,7 +38,6 @@ SENT = ("role", "content", "reasoning_content", "reasoning", "tool_calls", "tool
 ENDED = ("stop", "tool_calls", "function_call")  # finish_reasons of turns that the target ended itself
 BROKEN = ("abort", "error")  # those of answers that are none
 OTHER_CALLS = "calls of tools that the data has no results for"
-NUMBER = re.compile(r"(?<!HTTP )\b\d+")  # a reason is the same whatever lengths it names
 HEAD = b'{"source": "'  # of every line that is written
 REASONS = 20  # that are reported
 
@@ -66,12 +64,12 @@ def regenerate(url: str, out, paths: list[Path], how, model=None, template_args:
     in `out`.left-out, and not asked again while they stand there. ValueError: no server, one that fails for long, data
     that are not those of the lines in `out`, no answer at all.
     """
-    url, out, stopping = url.rstrip("/").removesuffix("/v1"), Path(out), threading.Event()
+    url, out = url.rstrip("/").removesuffix("/v1"), Path(out)
     files, request = files_beside(paths, out), sampling(how, model)
     request |= {"model": served_model(url)}
 
     def say(body: dict) -> tuple[dict, bool, int]:
-        return insist(f"{url}/v1/chat/completions", request | body, read_answer, how.timeout, stopping.wait)
+        return ask_again(f"{url}/v1/chat/completions", request | body, read_answer, how.timeout)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with opened_alone(out, named=out) as file:
@@ -80,7 +78,7 @@ def regenerate(url: str, out, paths: list[Path], how, model=None, template_args:
         todo = (record for record in records(files) if not book.has(*record[:2]))
         work = partial(ask_record, say, template_args or {}, how.drop_cut)
         with tqdm(total=total, initial=book.answered + book.left.total(), desc="answered") as bar:
-            for answered in each_at_once(how.at_once, work, todo, stopping):
+            for answered in each_at_once(how.at_once, work, todo):
                 book.add(*answered)
                 bar.set_postfix_str(f"{book.speed():,.0f} tokens/s", refresh=False)
                 bar.update()
@@ -137,10 +135,11 @@ def records(files: list[Path]) -> Iterator[tuple[str, str, bytes]]:
                 number += len(lines)
 
 
-def each_at_once(n: int, work: Callable, items: Iterable, stopping: threading.Event) -> Iterator:
+def each_at_once(n: int, work: Callable, items: Iterable) -> Iterator:
     """work(item) of every item, as they come. Its threads are daemons: whoever stops does not wait for the requests in
     flight, as with a ThreadPoolExecutor."""
     results, lock, items, end = SimpleQueue(), threading.Lock(), iter(items), object()
+    stopping = threading.Event()
 
     def run() -> None:
         try:
@@ -222,7 +221,7 @@ def converse(say: Callable, asked: Asked, drop_cut: bool) -> Answered:
         try:
             answer, is_cut, n = say({"messages": [sent(message) for message in messages], **asked.beside})
         except Refused as refused:
-            ended = f"refused by {NUMBER.sub('N', str(refused))}"
+            ended = f"the server refuses it ({refused})"
             break
         tokens += n
         if is_cut and (reason := why_dropped(answer, asked, drop_cut)):

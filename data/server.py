@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import time
 import urllib.error
 import urllib.parse
@@ -11,10 +12,11 @@ from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 
 ANSWER = 64 << 20  # bytes of an answer that are read
-TRIES = 8  # of one request, with pauses of 1, 2, 4, .. 60 s: two minutes
-PAUSE = 600.0  # seconds of the longest one that a server may ask for
-PASSING = {408, 409, 425, 429}  # statuses that time may change, as all from 500 on
-REFUSED = {400, 413, 422}  # statuses that are about the request alone
+AT_ONCE = 64  # requests in flight
+WAITS = (1, 2, 4, 8, 16, 32, 60)  # seconds before a request is made again
+LONGEST = 600.0  # of them, where a server asks for more
+REFUSALS = (400, 413, 422)  # of HTTP: the request is no good, whenever it is made
+PASSING = (408, 409, 425, 429)  # and all from 500 on: another time it may be answered
 WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
 
 
@@ -36,71 +38,76 @@ def check_url(url: str) -> None:
     raise ValueError(f"{url!r} is no address of a running server; one as in http://localhost:8000 is wanted")
 
 
-def ask(url: str, body: dict | None = None) -> dict:
-    with answering(url):
-        return exchange(url, body)
-
-
-def exchange(url: str, body: dict | None = None, timeout: float = 600) -> dict:
-    """One request, and what it is answered; whatever is WRONG raises as it is."""
+def ask(url: str, body: dict | None = None, timeout: float = 600) -> dict:
+    """timeout: seconds without a byte of the answer."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=timeout) as answer:
-        text = answer.read(ANSWER + 1)
-    if len(text) > ANSWER:
-        raise ValueError(f"an answer of more than {ANSWER:,} bytes")
-    if not isinstance(said := json.loads(text), dict):
-        raise TypeError(f"the answer is a {type(said).__name__}")
-    return said
-
-
-class Refused(ValueError):
-    """What a server says about a request that it will never take."""
-
-
-def insist(url: str, body: dict, read: Callable, timeout: float, wait: Callable[[float], bool]):
-    """read(answer), of a request that is made again while time may help: after 429 and 5xx, a stall, a cut connection,
-    an answer that is WRONG or that `read` finds so. wait(seconds): the pause between; true ends it.
-
-    Refused: the request itself is. ValueError: the server takes none, or TRIES failed; it says what came last.
-    """
-    said = ""
-    for n in range(TRIES):
-        pause = min(2.0**n, 60)
+    with answering(url):
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         try:
-            return read(exchange(url, body, timeout))
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                text = answer.read(ANSWER + 1)
         except urllib.error.HTTPError as error:
-            said = reason_of(error)
-            if error.code in REFUSED:
-                raise Refused(said) from None
-            if error.code not in PASSING and error.code < 500:
-                raise ValueError(f"{url} answers {said}; is the address right?") from None
-            pause = max(pause, asked_pause(error.headers.get("Retry-After")))
-        except WRONG as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        if n + 1 < TRIES and wait(pause):
-            break
-    raise ValueError(f"{url} failed {TRIES} times, at last by {said}")
+            raise Status(error) from None
+        if len(text) > ANSWER:
+            raise ValueError(f"an answer of more than {ANSWER:,} bytes")
+        if not isinstance(said := json.loads(text), dict):
+            raise TypeError(f"the answer is a {type(said).__name__}")
+        return said
 
 
-def reason_of(error: urllib.error.HTTPError) -> str:
-    """Status and words of an answer that is an error, as servers of several kinds put it."""
-    text = ""
-    with suppress(*WRONG):
-        text = error.read(1 << 16).decode(errors="replace")
-        answer = json.loads(text)
-        inner = answer.get("error", answer)
-        text = str(inner.get("message", text) if isinstance(inner, dict) else inner)
-    return " ".join(f"HTTP {error.code}: {text or error.reason}".split())[:200]
+class Status(OSError):
+    """An answer that is an error: its code, its words as servers of several kinds put them, its Retry-After."""
+
+    def __init__(self, error: urllib.error.HTTPError):
+        self.code, self.later, words = error.code, error.headers.get("Retry-After"), ""
+        with suppress(*WRONG):
+            words = error.read(1 << 16).decode(errors="replace")
+            answer = json.loads(words)
+            inner = answer.get("error", answer)
+            words = str(inner["message"] if isinstance(inner, dict) else inner)
+        self.words = " ".join((words or error.reason).split())
+        super().__init__(f"{self.code}, {self.words}")
 
 
-def asked_pause(value: str | None) -> float:
-    """Seconds that a Retry-After header asks for, as a number or a date; 0 without one."""
-    with suppress(ValueError, TypeError, OverflowError):
-        return min(max(float(value), 0.0), PAUSE)
-    with suppress(ValueError, TypeError, OverflowError):
-        return min(max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0), PAUSE)
+class Away(ValueError):
+    """There is no server, or it cut the connection."""
+
+
+class Refused(Exception):
+    """A server says that a request is no good."""
+
+
+def ask_again(url: str, body: dict, read: Callable = lambda answer: answer, timeout: float = 600):
+    """read(`ask`), again for two minutes while the server fails, is busy or away, or says what `read` finds WRONG.
+
+    Refused: it will never take this request. ValueError: it answers none, or none of so many tries.
+    """
+    for wait in (*WAITS, None):
+        try:
+            answer = ask(url, body, timeout)
+            with answering(url):
+                return read(answer)
+        except ValueError as error:
+            status = error.__cause__ if isinstance(error.__cause__, Status) else None
+            if status and status.code in REFUSALS:
+                raise Refused(reason_of(status)) from None
+            if wait is None or status and status.code not in PASSING and status.code < 500:
+                raise
+            time.sleep(max(wait, asked_wait(status and status.later)))
+
+
+def asked_wait(value: str | None) -> float:
+    """Seconds that a Retry-After asks for, as a number or a date; 0 without one."""
+    for read in (float, lambda text: parsedate_to_datetime(text).timestamp() - time.time()):
+        with suppress(*WRONG):
+            return min(max(0.0, read(value)), LONGEST)  # 0 for a NaN
     return 0.0
+
+
+def reason_of(status: Status) -> str:
+    """What the server says of a refusal, without what it quotes and counts: those are others in every conversation."""
+    text = re.sub(r"\d+", "N", status.words)
+    return (re.split("[`{]", text)[0].strip() or text)[:100].encode(errors="replace").decode()
 
 
 @contextmanager
@@ -110,6 +117,7 @@ def answering(url: str) -> Iterator[None]:
         yield
     except WRONG as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(
+        gone = isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, Status)
+        raise (Away if gone else ValueError)(
             f"{url} does not answer as vLLM does ({reason}); is the server up, does it fit the text?"
         ) from error

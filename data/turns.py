@@ -1,38 +1,56 @@
 """What an engine is given for a turn of a chat, and what the target says to it, by differences of renderings."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 from data.grammar import CLOSE, MARK, OPEN, Grammar, common
 from data.records import CUT, Chat, check_calls, marked
-from data.rendering import Skip, render
+from data.rendering import Skip
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
 UNOPENED = "reasoning that neither the prompt nor the template opens"
+CLOSED_WITHIN = "reasoning that holds its own closing tag"
 NO_ANSWER = "the template does not render the answer"
 DROPPED = "turns without their reasoning, which the template does not render"
+
+
+class Turn(NamedTuple):
+    """What an engine is given, and what the target says to it, its end of turn included: `said` and `stop`."""
+
+    prompt: str
+    through: str  # the answered turn rendered, which ends as `said` does, blanks and `behind` aside
+    said: str
+    stop: str
+    behind: str = ""  # what the template writes behind a turn that was cut, though the target never said it
 
 
 class Turns:
     """The assistant turns of one conversation, as its template renders them with these arguments.
 
-    ends: the tokens that are whole texts, one of which may end a turn. notes: counts what befell some turns.
+    rendering: makes text of messages, tools, arguments, whether to add the generation prompt. ends: the tokens that are
+    whole texts, one of which may end a turn. notes: counts what befell some turns.
     """
 
-    def __init__(self, tokenizer, arguments: dict, chat: Chat, grammar: Grammar, ends: tuple[str, ...], notes: Counter):
-        self.tokenizer, self.arguments, self.chat, self.grammar = tokenizer, arguments, chat, grammar
+    def __init__(
+        self, rendering: Callable, arguments: dict, chat: Chat, grammar: Grammar, ends: tuple[str, ...], notes: Counter
+    ):
+        self.rendering, self.arguments, self.chat, self.grammar = rendering, arguments, chat, grammar
         self.ends, self.notes = ends, notes
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        return render(self.tokenizer, messages, self.chat.tools, self.arguments, add_generation_prompt)
+        return self.rendering(messages, self.chat.tools, self.arguments, add_generation_prompt)
 
-    def turn(self, i: int) -> tuple[str, str]:
-        """What an engine is given for assistant turn i, and what the target says to it, its end of turn included."""
+    def turn(self, i: int) -> Turn:
+        """Assistant turn i. Skip: it cannot be had."""
         message, before = self.chat.messages[i], self.chat.messages[:i]
         calls = message.get("tool_calls")
         if i == 0:
             raise Skip("an assistant turn that answers nothing")
         if not (message["content"].strip() or message.get("reasoning_content") or calls):
             raise Skip("an empty answer")
+        if self.grammar.close and self.grammar.close in message.get("reasoning_content", ""):
+            raise Skip(CLOSED_WITHIN)
         prompt = self.render(before, add_generation_prompt=True)
         through = self.render([*before, message])
         tail = ""
@@ -46,10 +64,10 @@ class Turns:
         if calls:
             check_calls(self.render([*before, marked(message)]), calls)
         if message.get("finish_reason") == CUT:
-            return prompt, self.unended(said, i)
+            return Turn(prompt, through, *self.unended(said, through, i))
         end = said.rstrip()
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
-        return prompt, said + self.grammar.stops[bool(calls)]
+        return Turn(prompt, through, said, self.grammar.stops[bool(calls)])
 
     def located(self, i: int, through: str, tail: str) -> int:
         """Where answer i begins in a rendering that rewrites the history before it: what the prompt has behind the text
@@ -98,21 +116,21 @@ class Turns:
         indent = "" if block is None else block[: len(block) - len(block.lstrip())]
         return indent + grammar.open + reasoning + grammar.close + rest
 
-    def unended(self, said: str, i: int) -> str:
-        """What the target said of a turn that was cut: nothing of what the template writes behind its last text."""
+    def unended(self, said: str, through: str, i: int) -> tuple[str, str, str]:
+        """`said`, `stop` and `behind` of a turn that was cut."""
         message, before = self.chat.messages[i], self.chat.messages[:i]
         if message.get("tool_calls"):
             raise Skip("a turn that was cut at its tool calls")
-        if message["content"].strip():
-            cut = message | {"content": message["content"] + MARK}
-            _, found, behind = self.render([*before, cut]).rpartition(MARK)
-            if found and said.endswith(behind):
-                return said.removesuffix(behind)
-        elif self.grammar.close is not None:
+        names = ("content",) if message["content"].strip() else ("reasoning_content", "reasoning")
+        cut = self.render([*before, message | {name: message[name] + MARK for name in names}])
+        behind = cut.rpartition(MARK)[2] if MARK in cut else through
+        if names == ("content",) and said.endswith(behind):
+            return said.removesuffix(behind), "", behind
+        if len(names) > 1 and self.grammar.close is not None:
             thought, found, _ = said.partition(self.grammar.close)
-            before, also, _ = thought.rpartition(reasoning := message["reasoning_content"].strip())
+            thought, also, _ = thought.rpartition(reasoning := message["reasoning_content"].strip())
             if found and also:
-                return before + reasoning
+                return thought + reasoning, "", behind
         raise Skip("a turn that was cut, whose end the template does not show")
 
     def parted(self, body: str, state: str, reasoning: str | None) -> tuple[str | None, str]:

@@ -5,8 +5,10 @@ Held to saved-tensor hooks and FLOP counts of real steps by the tests. Shapes: B
 hidden, n heads, R kv_lora_rank, V and Vd vocabularies; c bytes per number of the compute dtype.
 """
 
+import contextlib
 import os
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -196,9 +198,29 @@ def matrix_rate(device: str, dtype: torch.dtype, width: int) -> float:
 
 
 def memory_of(device: str) -> float:
-    """Bytes of it in all; without end where nobody says."""
+    """Bytes of it in all, a container's or a job's share on the CPU; without end where nobody says."""
     if torch.device(device).type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-    known = torch.device(device).type == "cpu" and set(names) <= set(os.sysconf_names)
-    return os.sysconf(names[0]) * os.sysconf(names[1]) if known else float("inf")
+    if torch.device(device).type != "cpu" or not set(names) <= set(os.sysconf_names):
+        return float("inf")
+    return min(os.sysconf(names[0]) * os.sysconf(names[1]), cgroup_memory(Path("/proc/self/cgroup"), CGROUPS))
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+LIMITS = {"": "memory.max", "memory": "memory/memory.limit_in_bytes"}  # of cgroup versions 2 and 1, by controller
+
+
+def cgroup_memory(own: Path, root: Path) -> float:
+    """The least limit in bytes of the groups that this process is in by the file `own`, and of those around them."""
+    limits = [float("inf")]
+    with contextlib.suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controller, group = line.split(":", 2)
+            if controller in LIMITS:
+                file = root / LIMITS[controller]
+                inner = file.parent / group.lstrip("/")
+                around = [folder for folder in (inner, *inner.parents) if folder.is_relative_to(file.parent)]
+                said = [(folder / file.name).read_text() for folder in around if (folder / file.name).is_file()]
+                limits += [int(text) for text in said if text.strip().isdecimal()]  # else "max"
+    return min(limits)

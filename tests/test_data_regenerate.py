@@ -44,11 +44,8 @@ def serve():
 
 
 @pytest.fixture(autouse=True)
-def no_pauses(monkeypatch):
-    """Of back-off; how long they would be is claimed of `insist` alone."""
-    insist = server.insist
-    quick = lambda url, body, read, timeout, wait: insist(url, body, read, timeout, lambda seconds: False)  # noqa: E731
-    monkeypatch.setattr(module, "insist", quick)
+def no_waits(monkeypatch):
+    monkeypatch.setattr(server, "WAITS", (0,) * len(server.WAITS))
 
 
 HOW = {"at_once": 8, "temperature": None, "top_p": None, "max_new_tokens": None, "drop_cut": False, "timeout": 20.0}
@@ -365,8 +362,11 @@ def test_a_server_that_goes_on_failing_is_named_in_one_line_and_what_is_answered
     argv = train_on(fake, tmp_path, "--at-once", "1")
     assert train.cli(argv) == 2
     (error,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
-    assert "/v1/chat/completions failed 8 times, at last by HTTP 500: broken, at " in error and "chats.jsonl:6" in error
-    assert list(lines(tmp_path)) == [1, 2, 3, 4, 5]
+    assert (
+        "/v1/chat/completions does not answer as vLLM does (Status: 500, broken); " in error
+        and "chats.jsonl:6" in error
+    )
+    assert "chats.jsonl:6; what was answered is kept" in error and list(lines(tmp_path)) == [1, 2, 3, 4, 5]
     fake.say, fake.asked[:] = echo, []
     assert train.cli(argv) == 0 and len(lines(tmp_path)) == 7
     assert {body["messages"][0]["content"] for body in fake.bodies()} == {"Q5", "Q6"}
@@ -376,13 +376,13 @@ def test_a_server_that_goes_on_failing_is_named_in_one_line_and_what_is_answered
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_an_answer_about_the_server_and_not_the_conversation_stops_at_once(tmp_path, serve, status):
     fake = serve(lambda body: (status, {}, b'{"object": "error", "message": "no such model"}'))
-    with pytest.raises(ValueError, match=f"answers HTTP {status}: no such model; is the address right.*chats.jsonl:1"):
+    with pytest.raises(ValueError, match=f"Status: {status}, no such model.*, at .*chats.jsonl:1; what"):
         run(fake, tmp_path, *CHATS, at_once=1)
     assert len(fake.asked) == 1 and not (tmp_path / "out.jsonl.left-out").exists()
 
 
 def too_long(n):
-    text = f"This model's maximum context length is 1024 tokens. However, your prompt contains at least {n}"
+    text = f"This model's maximum context length is 1024 tokens. However, your prompt has {n}"
     return (400, {}, json.dumps({"error": {"message": text, "code": 400}}).encode())
 
 
@@ -393,9 +393,7 @@ def test_refused_conversations_are_counted_by_reason_named_and_not_asked_again(t
 
     fake, left = serve(say), tmp_path / "out.jsonl.left-out"
     found, report = run(fake, tmp_path, *CHATS)
-    reason = (
-        "refused by HTTP 400: This model's maximum context length is N tokens. However, your prompt contains at least N"
-    )
+    reason = "the server refuses it (This model's maximum context length is N tokens. However, your prompt has N)"
     assert sorted(found) == [1, 4, 5, 6, 7] and [m["content"] for m in found[4]["messages"]] == ["Q3", "1:Q3"]
     assert found[4]["ended"] == reason and sorted(lines(tmp_path, left.name)) == [2, 3]
     assert f"left out 2: {reason} (" in report and f"ended early 1: {reason} ({tmp_path}/chats.jsonl:4)" in report
@@ -411,7 +409,7 @@ def test_refused_conversations_are_counted_by_reason_named_and_not_asked_again(t
 
 def test_no_answer_at_all_is_one_line(tmp_path, serve):
     with pytest.raises(
-        ValueError, match="none of 7 conversations was answered: *left out 7: refused by HTTP 400"
+        ValueError, match="none of 7 conversations was answered: *left out 7: the server refuses it"
     ) as said:
         run(serve(lambda body: too_long(2000)), tmp_path, *CHATS)
     assert "\n" not in str(said.value) and "remove " in str(said.value)
@@ -461,7 +459,7 @@ def test_a_process_that_is_stopped_keeps_what_is_finished_and_says_how_to_go_on(
 
 def test_whoever_stops_waits_for_no_request_that_is_in_flight():
     def stop():
-        results = each_at_once(2, lambda seconds: time.sleep(seconds) or seconds, [0, 60], threading.Event())
+        results = each_at_once(2, lambda seconds: time.sleep(seconds) or seconds, [0, 60])
         assert next(results) == 0  # and the thread of the other is left alone
 
     process = FORK.Process(target=stop)

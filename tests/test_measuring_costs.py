@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draft_deepseek import RowChunks
 from measuring import step
-from measuring.costs import key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
+from measuring.costs import cgroup_memory, key_numbers, model_flops, saved_by_baseline, saved_by_ours, workload
 from measuring.step import Baseline, Ours, make_batch, make_config
 from tests.helpers import TINY_CELL
 
@@ -106,3 +106,23 @@ def test_workload_counts_every_pair_by_hand():
         "supervised": len(pairs),
         "taught": 5,
     }
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limit"),
+    [
+        ("0::/job/step\n", {"job/memory.max": "4096\n", "job/step/memory.max": "max\n"}, 4096),
+        ("0::/job/step\n", {"job/memory.max": "4096\n", "job/step/memory.max": "512\n"}, 512),
+        ("0::/host/name/of/a/container\n", {"memory.max": "2048\n"}, 2048),
+        ("5:cpu:/x\n4:memory:/x\n0::/\n", {"memory/x/memory.limit_in_bytes": "1024\n", "cpu/x/memory.max": "1"}, 1024),
+        ("0::/\n", {}, float("inf")),
+        (None, {}, float("inf")),
+    ],
+)
+def test_the_memory_of_a_container_is_its_own(tmp_path, own, files, limit):
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    assert cgroup_memory(tmp_path / "own", tmp_path / "groups") == limit

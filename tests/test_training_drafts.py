@@ -136,25 +136,30 @@ def nope(runs, tmp_path_factory):
 def test_a_draft_of_the_other_kind_is_refused_by_what_it_is(runs, tiny, trained, nope):
     without, k3 = nope
     for start, target, source, draft, hint in (
-        (without, "deepseek-v3", tiny, "auto", "take a draft of this target"),
-        (without, "deepseek-v3", tiny, "deepseek", "take a draft of this target"),
-        (without, "kimi-k3", k3, "deepseek", "--draft deepseek"),
+        (without, "deepseek-v3", tiny, "auto", "--draft kimi-k3"),
+        (without, "deepseek-v3", tiny, "deepseek", "--draft kimi-k3"),
+        (without, "kimi-k3", k3, "deepseek", "--draft kimi-k3"),
         (trained, "kimi-k3", k3, "auto", "--draft deepseek"),
     ):
         given = settings(runs, init=str(start), target=target, draft=draft)
-        with pytest.raises(ValueError, match=f"^--init has .*RoPE|none.*{hint}") as error:
+        with pytest.raises(ValueError, match=f"^--init has .*(RoPE|none).*{hint}") as error:
             make_draft(given, source, 96)
         assert "\n" not in str(error.value) and "missing" not in str(error.value)
     served = make_draft(settings(runs, init=str(trained), target="kimi-k3", draft="deepseek"), k3, 96)
     assert type(served) is DeepseekV3Eagle3DraftModel
     assert type(make_draft(settings(runs, init=str(without), target="kimi-k3"), k3, 96)) is KimiK3Eagle3DraftModel
+    fresh = make_draft(settings(runs, draft="kimi-k3"), tiny, 96)  # without RoPE for a target that has it
+    assert type(fresh) is KimiK3Eagle3DraftModel and fresh.config.rope_parameters is None
 
 
 def test_drafts_are_told_apart_by_mla_use_nope(nope, trained, tmp_path):
     without, _ = nope
     config = json.loads((without / "config.json").read_text())
-    assert config["mla_use_nope"] is True
-    for i, changes in enumerate(({"mla_use_nope": None}, {"model_type": "deepseek_v2"}, {})):  # exports of all ages
+    assert config["mla_use_nope"] is True and config["model_type"] == "deepseek_v2" and "rope_theta" not in config
+    assert config["architectures"] == ["Eagle3KimiK3ForCausalLM"] and config["hidden_act"] == "situ"
+    for i, changes in enumerate(
+        ({"mla_use_nope": None, "model_type": "kimi_k3"}, {"model_type": "kimi_k3"}, {})
+    ):  # all ages
         assert type(load_draft(rewritten(without, tmp_path / str(i), **changes))) is KimiK3Eagle3DraftModel
     assert type(load_draft(rewritten(trained, tmp_path / "r", mla_use_nope=False))) is DeepseekV3Eagle3DraftModel
     for kind in (config, KimiK3Eagle3DraftModel.config_class.from_any(config)):

@@ -348,7 +348,6 @@ def test_conversations_sent_to_a_server_come_back_as_data(runs, chats, captured,
         (["--draft-vocab", "nowhere.pt"], "--draft-vocab is nowhere.pt"),
         (["--draft-vocab", "-3"], "--draft-vocab is -3"),
         (["--init", "nowhere"], "--init nowhere"),
-        (["--draft", "kimi-k3"], "--draft kimi-k3"),
     ],
 )
 def test_data_that_cannot_be_used_is_one_line(runs, flags, said, capsys):

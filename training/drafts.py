@@ -129,11 +129,9 @@ def draft_config(args, source: Source, start: dict | None) -> dict:
         raise ValueError(f"the data has {', '.join(wrong)} as --target {args.target} has; give its --model")
     lacking = {key: x for key, x in PRESETS[args.target].items() if target.get(key) is None and key in REQUIRED}
     config = target | (lacking if target["hidden_size"] == PRESETS[args.target]["hidden_size"] else {})
-    nope = has_no_rope(config) and args.draft != "deepseek"
+    nope = has_no_rope(config) if args.draft == "auto" else args.draft == "kimi-k3"
     if has_no_rope(config) and not nope:
         config |= ROPE_FOR_K3 | ({} if source.is_tiny else SHAPE_FOR_K3)
-    elif args.draft == "kimi-k3" and not nope:
-        raise ValueError("--draft kimi-k3 has no RoPE, but the target has; its drafts are --draft deepseek")
     if start is not None:
         check_start(start, nope, source, target)
         rotates = any(start.get(key) for key in rope_of(start))
@@ -153,9 +151,10 @@ def draft_config(args, source: Source, start: dict | None) -> dict:
 def check_start(start: dict, nope: bool, source: Source, target: dict) -> None:
     """ValueError unless a draft to start from is of the kind, vocabulary and layers that are trained on."""
     if has_no_rope(start) != nope:
-        kinds = "has RoPE", "has none (mla_use_nope)"
-        hint = "give --draft deepseek" if has_no_rope(target) else "take a draft of this target"
-        raise ValueError(f"--init {kinds[not nope]}, the draft of this target {kinds[nope]}; {hint}")
+        kinds, option = ("has RoPE", "has none (mla_use_nope)"), "deepseek" if nope else "kimi-k3"
+        raise ValueError(
+            f"--init {kinds[not nope]}, the draft to train {kinds[nope]}; --draft {option} goes on with it"
+        )
     if start.get("vocab_size", source.vocab_size) != source.vocab_size:
         raise ValueError(f"--init is a draft for {start['vocab_size']} tokens, the target has {source.vocab_size}")
     named = start.get("eagle_aux_hidden_state_layer_ids")
@@ -247,7 +246,7 @@ def ids_of(start: Path, vocab_size: int) -> Tensor:
 def check_rope(draft: nn.Module, source: Source) -> None:
     """ValueError unless a draft to start from rotates and scales as one made for the target does."""
     target = source.config
-    if target is None or has_no_rope(target):
+    if target is None or has_no_rope(target) or has_no_rope(draft.config.to_dict()):
         return
     mine, wanted = draft.config, draft.config_class.from_any(draft.config.to_dict() | rope_of(target))
     attention = type(draft.model.layers[0].self_attn)
