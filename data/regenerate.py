@@ -94,7 +94,7 @@ def ask_record(say: Callable, given: dict, drop_cut: bool, record: tuple) -> "tu
     except Skip as skip:
         return source, digest, None, Answered([], str(skip), 0)
     except ValueError as error:
-        raise ValueError(f"{error}, at {source}; what was answered is kept, the same command goes on") from None
+        raise ValueError(f"{error} ({source}; what was answered is kept, the same command goes on)") from None
 
 
 def sampling(how, model) -> dict:

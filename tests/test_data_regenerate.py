@@ -376,7 +376,7 @@ def test_a_server_that_goes_on_failing_is_named_in_one_line_and_what_is_answered
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
 def test_an_answer_about_the_server_and_not_the_conversation_stops_at_once(tmp_path, serve, status):
     fake = serve(lambda body: (status, {}, b'{"object": "error", "message": "no such model"}'))
-    with pytest.raises(ValueError, match=f"Status: {status}, no such model.*, at .*chats.jsonl:1; what"):
+    with pytest.raises(ValueError, match=f"Status: {status}, no such model.* .*chats.jsonl:1; what"):
         run(fake, tmp_path, *CHATS, at_once=1)
     assert len(fake.asked) == 1 and not (tmp_path / "out.jsonl.left-out").exists()
 
