@@ -55,7 +55,9 @@ def rounds(llm) -> int:
 def watch(architecture: str) -> tuple[list, list]:
     """Lists that fill with the draft's logits, and with the names of parameters that loading leaves as they were."""
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()
     kind, logits, unfilled = ModelRegistry._try_load_model_cls(architecture), [], []
     compute, load = kind.compute_logits, kind.load_weights
 
