@@ -361,8 +361,8 @@ class Eagle3DeepseekMLAAttention(nn.Module):
         blind = scores.amax(-1, keepdim=True) == float("-inf")  # left to the softmax, its NaN would be in the backward
         p = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0).to(v0.dtype)
         o = einsum(p[..., : k0.shape[2]], v0, "b n t j, b n j v -> b n t v")
-        for j, (_, v) in enumerate(keys_values, start=k0.shape[2]):
-            o = o + p[..., j : j + 1] * v
+        for j, (_, v) in enumerate(keys_values, start=-len(keys_values)):  # from the end: T may be a symbol
+            o = o + p[..., j, None] * v
         return self.output(o, pre_gate)
 
     @staticmethod
@@ -1043,7 +1043,13 @@ class TTTLoss(nn.Module):
         self.lk_scale, self.lk_decay, self.step_decay, self.logits_rows = lk_scale, lk_decay, step_decay, logits_rows
         self.leaves = None
 
+    def check_whole(self) -> None:
+        """ValueError: sharded parameters, which only a call of a sharded TTTLoss gathers, and their gradients."""
+        if any(hasattr(p, "full_tensor") for p in self.parameters()):
+            raise ValueError("sharded parameters; shard fully_shard(TTTLoss(draft)), no part of it, and call that")
+
     def forward(self, rows: RowBatch) -> tuple[Tensor, Metrics]:
+        self.check_whole()
         return self.chunk(self.keys(F.pad(rows.tokens, (0, 1)), rows.position, rows.features), rows)
 
     def learn(self, rows: RowChunks) -> tuple[Tensor, Metrics]:
@@ -1055,10 +1061,7 @@ class TTTLoss(nn.Module):
         chunks evaluate. Call it under autocast as `forward`: the backward passes are run outside of it. The
         metrics' `hit` is [S,B,all anchors]. ValueError: sharded parameters, whose gradients are not complete here.
         """
-        if any(hasattr(p, "full_tensor") for p in self.parameters()):
-            raise ValueError(
-                "learn() wants whole parameters, these are sharded; train fully_shard(TTTLoss(draft)) itself"
-            )
+        self.check_whole()
         if self.loss == "lambda" and rows.mean_alpha is None:
             rows.mean_alpha = self.alpha(rows) / rows.supervised.clamp(min=1)
         leaves, device = self.read(rows), rows.features.device.type

@@ -342,7 +342,8 @@ class Log:
     def evaluation(self, step: int, result: dict) -> None:
         if self.first:
             self.append(1, {"step": step} | result)
-            tqdm.write(f"step {step}, held out: simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
+            lengths = "; ".join(f"{kind} {found}" for kind, found in lengths_of(result).items())
+            tqdm.write(f"step {step}, on held-out text: {lengths}")
         self.start = time.perf_counter()
 
 
@@ -449,26 +450,40 @@ class Interruption:
 
 
 def report(args: Settings, run: Path, result: dict) -> None:
-    k = args.ttt_steps
-    print(f"\nheld out, greedy, chains of {k}, {result['slots']:,} slots:")
-    print(f"  accept length   simulated {result['simulated']:.2f}, walked {result['walked']:.2f}")
-    if len(result["by_position"]) > 1:
-        for name, x in result["by_position"].items():
-            place = f"{name} ({x['slots']:,} slots)"
-            print(f"    at {place:<24} simulated {x['simulated']:.2f}, walked {x['walked']:.2f}")
-    print(f"  accuracy        {' '.join(f'{x:.1%}' for x in result['accuracy'])}  (steps 1..{k})")
+    """Every accept length below the text that it was measured on."""
+    of = f"{result['slots']:,} slots, chains of {args.ttt_steps}, sampled at temperature 1"
+    print(f"\non the held-out documents' own text ({of}):")
+    places = {f"at {name} ({x['slots']:,} slots) ": x for name, x in result["by_position"].items()}
+    for place, x in {"": result, **(places if len(places) > 1 else {})}.items():
+        for kind, lengths in lengths_of(x).items():
+            print(f"  {kind:<9} {place}{lengths}")
+    print(f"  accuracy  {' '.join(f'{x:.1%}' for x in result['accuracy'])}  (steps 1..{args.ttt_steps})")
+    print(f"  on policy {result['on_policy']:.1%} of its tokens are what the target would have said greedily")
     if result["prompts"]:
-        what = f"{result['prompts']} prompts of {args.decode_tokens} new tokens, {result['rounds']} rounds"
-        print(f"  decoded         {result['decoded']:.2f} tokens a round ({what})")
+        where = f"{result['prompts']} held-out prompts{'' if args.data else ' cut mid-text'}"
+        print(f"on what the target says itself behind {where}, {args.decode_tokens} new tokens each:")
+        for kind, prefix in (("sampled", ""), ("greedy", "greedy_")):
+            of = f"{result[f'{prefix}rounds']:,} rounds, {result[f'{prefix}prompts']} prompts"
+            length, bigrams = result[f"{prefix}decoded"], result[f"{prefix}bigrams"]
+            print(f"  {kind:<9} decoded {length:.2f} tokens a round ({of}), {bigrams:.0%} distinct bigrams")
+        print(f"            {result['identical']} of {result['greedy_prompts']} identical to its greedy decoding alone")
+        print(f"            (the documents go on with {result['held_out_bigrams']:.0%} distinct bigrams)")
+    if result["on_policy"] < 0.5:
+        advice = "; a draft learns more from answers that its target generated" if args.data else ""
         print(
-            f"                  {result['identical']} of {result['prompts']} identical to the target's greedy decoding"
-        )
-    if args.data and result["on_policy"] < 0.5:
-        print(
-            f"warning: the target would have said only {result['on_policy']:.0%} of the learned tokens itself; a draft "
-            "learns more from answers that its target generated"
+            f"warning: the target would have said only {result['on_policy']:.0%} of the held-out tokens itself, so "
+            f"accept lengths on its own text differ{advice}"
         )
     print(f"log: {run / 'log.jsonl'}; next: serve {run / 'draft'} beside its target, or train on with another --name")
+
+
+def lengths_of(result: dict) -> dict[str, str]:
+    """Those on held-out text, greedy and, where the data tell, of sampling at temperature 1."""
+    return {
+        kind: f"simulated {result[f'{prefix}simulated']:.2f}, walked {result[f'{prefix}walked']:.2f}"
+        for kind, prefix in (("greedy", ""), ("sampled", "sampled_"))
+        if f"{prefix}walked" in result
+    }
 
 
 def cli(argv=None) -> int:

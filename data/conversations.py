@@ -26,12 +26,14 @@ from tqdm import tqdm
 from transformers.dynamic_module_utils import init_hf_modules
 
 from data.documents import Document, Documents, Skipped
-from data.files import check_regular
+from data.engine import Engine
+from data.files import check_regular, read_json, replace_with
 from data.grammar import stop_ids
 from data.rendering import TemplateHangs
+from data.server import Away
 from data.templates import Converter, Made, gather
 
-CACHE_VERSION = 3  # to be raised when the same lines give other documents
+CACHE_VERSION = 4  # to be raised when the same lines give other documents
 PIECE = 4 << 20  # bytes that are read, tokenised and cached together
 POOL_FROM = 64 << 20  # bytes that are worth starting processes for
 LINE = 64 << 20  # bytes of the longest line
@@ -48,6 +50,7 @@ def read_conversations(
     cache: Path | None = None,
     progress: bool = True,
     template_args: dict | None = None,
+    engine: Engine | None = None,
 ) -> tuple["Documents", "Report"]:
     """Documents of at most `row_tokens` tokens with something to learn, in the order of files and lines, and what
     became of the rest.
@@ -57,15 +60,17 @@ def read_conversations(
     "completion"} (texts or messages), each with "tools", "system" and "chat_template_kwargs" beside, or {"input_ids",
     "loss_mask"}; forms may be mixed. reasoning: "mask" learns no thinking block. workers: processes, None for as many
     as pay; they change nothing but the time. cache: a folder that keeps the tokens of every piece of a file by its
-    content, the tokenizer, its template and what that is given: template_args, under a record's own.
-    ValueError: a path without such files, no conversation left (with the reasons); a bad line is skipped and counted.
+    content, the tokenizer, its template and what that is given: template_args, under a record's own. engine: renders
+    them instead, many at once, in one process; what it serves is part of the cache's key.
+    ValueError: an engine that fails, a path without such files, no conversation left (with the reasons); a bad line is
+    skipped and counted.
     """
     if reasoning not in ("train", "mask"):
         raise ValueError(f"reasoning is {reasoning!r}; 'train' or 'mask' is wanted")
     pieces = [piece for path in find_files(paths) for piece in cut_file(path)]
     if cache is not None:
         Path(cache).mkdir(parents=True, exist_ok=True)
-    how = (tokenizer, reasoning, template_args or {})
+    how = (tokenizer, reasoning, template_args or {}, engine)
     report, parts, line, size = Report(), [], 0, sum(piece.end - piece.begin for piece in pieces)
     with tqdm(total=size, desc="conversations", unit="B", unit_scale=True, disable=not progress) as bar:
         for piece, several in zip(pieces, convert_all(pieces, how, workers, cache), strict=True):
@@ -88,10 +93,14 @@ def read_conversations(
 
 
 def answered(
-    tokenizer, pairs: list[tuple[str, str]], source: str = "corpus", template_args: dict | None = None
+    tokenizer,
+    pairs: list[tuple[str, str]],
+    source: str = "corpus",
+    template_args: dict | None = None,
+    engine: Engine | None = None,
 ) -> list[Document]:
     """Documents of (prompt, answer) pairs: a user and an assistant turn each. ValueError: nothing to learn in one."""
-    converter, turns = Converter(tokenizer, "train", template_args), ("user", "assistant")
+    converter, turns = Converter(tokenizer, "train", template_args, engine), ("user", "assistant")
     return [
         converter.documents(
             [{"role": role, "content": text} for role, text in zip(turns, pair, strict=True)], source=f"{source}:{i}"
@@ -232,11 +241,11 @@ def fit_rows(made: Made, path: Path, first_line: int, row_tokens: int, report: R
 
 def convert_all(pieces: list[Piece], how: tuple, workers: int | None, cache) -> Iterator[list[Made]]:
     """What became of every piece, in order. how: what a Converter is made of."""
-    key = None if cache is None else fingerprint(*how)
+    key, engine = None if cache is None else fingerprint(*how, cache), how[3]
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if workers is None:  # alone, a fast tokenizer uses two cores by itself
         workers = cpus if cpus > 2 and sum(p.end - p.begin for p in pieces) >= POOL_FROM else 1
-    if min(workers, len(pieces)) <= 1:
+    if min(workers, len(pieces)) <= 1 or engine is not None:
         converter = Converter(*how)
         yield from (cached(converter, piece, cache, key) for piece in pieces)
         return
@@ -259,12 +268,28 @@ def work(piece: Piece) -> list[Made]:
     return cached(converter, piece, cache, key)
 
 
-def fingerprint(tokenizer, reasoning: str, template_args: dict) -> bytes:
+def fingerprint(tokenizer, reasoning: str, template_args: dict, engine: Engine | None, cache: Path) -> bytes:
     """Of all that decides what a line becomes, but the line."""
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     names = [type(tokenizer).__name__, tokenizer.chat_template, tokenizer.special_tokens_map, stop_ids(tokenizer)]
     settings = [CACHE_VERSION, transformers.__version__, reasoning, template_args, names, vocabulary]
+    if engine is not None:
+        settings.append(served(engine, template_args, cache))
     return hashlib.sha256(json.dumps(settings, default=str).encode()).digest()
+
+
+def served(engine: Engine, template_args: dict, cache: Path) -> dict:
+    """What the engine serves; what it served last where it is away, so that a run resumes without it."""
+    asked = json.dumps([engine.url, template_args], sort_keys=True, default=str)
+    path = Path(cache) / f"served-{hashlib.sha256(asked.encode()).hexdigest()[:16]}.json"
+    try:
+        now = engine.identity(template_args)
+    except Away:
+        if not path.is_file():
+            raise
+        return read_json(path, ())
+    replace_with(path, lambda half: half.write_text(json.dumps(now)))
+    return now
 
 
 def cached(converter: "Converter", piece: Piece, cache: Path | None, key: bytes | None) -> list[Made]:

@@ -125,3 +125,12 @@ def split(documents: Documents, share: float, seed: int = 0) -> tuple[Documents,
 
 def cut_to(document: Document, row_tokens: int) -> Document:
     return Document(document.tokens[:row_tokens], document.loss_mask[:row_tokens], document.source)
+
+
+def prompt_and_answer(document: Document, middle: bool = False) -> tuple[Tensor, Tensor]:
+    """Tokens up to its first answer, and that answer's. middle: cut halfway through the answer instead."""
+    learned = document.loss_mask.int()
+    begin = int(learned.argmax())
+    end = begin + int(learned[begin:].cumprod(0).sum())
+    cut = (begin + end) // 2 if middle else begin
+    return document.tokens[:cut], document.tokens[cut:end]

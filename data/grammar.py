@@ -40,17 +40,17 @@ class Grammar(NamedTuple):
         return "" if not tail else "closed" if self.close in tail else "open"
 
 
-def tell_grammar(render: Callable[..., str], source: str, added: list[str], waited_for: list[str]) -> Grammar:
-    """render: messages, then whether to add the generation prompt. source: of the template. added: the tokens that are
-    whole texts (special and others). waited_for: those of them at which an engine stops."""
+def tell_grammar(render: Callable[..., str], source: str | None, added: list[str], waited_for: list[str]) -> Grammar:
+    """render: messages, then whether to add the generation prompt. source: of the template; None: it is not known.
+    added: the tokens that are whole texts (special and others). waited_for: those of them at which an engine stops."""
     prompt, history = quietly(render, [ASK], True), quietly(render, [ASK])
-    header = prompt[len(common(prompt, history)) :]
+    header = prompt[len(common(prompt, history)) :] or prompt.partition(ASK["content"])[2]
     objects, tags = takes_objects(render), None
     nothing = {} if objects else "{}"
     for extra in ({}, {"tool_calls": [call(nothing)]}):
         said = {"role": "assistant", "content": ANSWER, "reasoning_content": REASONING, "reasoning": REASONING, **extra}
         tags = tags or tags_of(quietly(render, [ASK, said]), prompt, added)
-    if tags is None and CLOSE in source:
+    if tags is None and (writes_tags(render) if source is None else CLOSE in source):
         tags = (OPEN, CLOSE, "")
     stops = ("", "") if ends_turns(render, added) else tuple(stop(render, waited_for, x) for x in (None, nothing))
     without = Grammar(*(tags or (None, None, "")), "", objects, stops)
@@ -98,6 +98,13 @@ def tag_begin(opening: str, at: int, added: list[str]) -> int:
         if begin >= 0 and begin < at <= begin + len(token):
             return begin
     return max(opening.rfind("<", 0, at), opening.rfind("[", 0, at), 0)
+
+
+def writes_tags(render: Callable[..., str]) -> bool:
+    """Does it write the usual tags, or take them and what they hold out of an answer?"""
+    inline = {"role": "assistant", "content": OPEN + REASONING + CLOSE + ANSWER}
+    own = quietly(render, [ASK], True) + quietly(render, [ASK, {"role": "assistant", "content": ANSWER}])
+    return OPEN in own or CLOSE in own or REASONING not in quietly(render, [ASK, inline])
 
 
 def takes_objects(render: Callable[..., str]) -> bool:

@@ -3,15 +3,18 @@
 Knows tokenizers, never models.
 """
 
+import copy
 import ctypes
 import json
 import threading
 import time
 from contextlib import contextmanager
 
+from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
 TEXT = 1 << 26  # characters of the longest rendered conversation
+SPANS = "a token spans the border of what is learned"
 TEMPLATE_SECONDS = 20  # of one call of a chat template, which takes milliseconds
 RESERVED = {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 RESERVED |= {"tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
@@ -87,7 +90,8 @@ def check_template(tokenizer) -> None:
     if tokenizer.chat_template is None and usual:  # else by code of its own
         raise ValueError(
             f"{tokenizer.name_or_path or 'the tokenizer'} brings no chat template (some targets ship code instead); "
-            "put a chat_template.jinja beside its config.json, or name one by --chat-template FILE"
+            "put a chat_template.jinja beside its config.json, or name one by --chat-template FILE, or a running vLLM "
+            "by --render URL"
         )
 
 
@@ -111,3 +115,15 @@ def render(tokenizer, messages: list[dict], tools, arguments: dict, add_generati
     except Exception as error:  # templates raise whatever they meet
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:100].encode(errors="replace").decode()
         raise Skip(f"the chat template fails ({reason})") from None
+
+
+def bare_backend(tokenizer) -> Tokenizer | None:
+    """A copy of a fast tokenizer's own that encodes texts whole, with exact offsets; threads may share it. None: it is
+    slow."""
+    if not tokenizer.is_fast:
+        return None
+    backend = copy.deepcopy(tokenizer.backend_tokenizer)
+    backend.no_truncation()
+    backend.no_padding()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets must not hide blanks
+    return backend

@@ -10,9 +10,7 @@ from tqdm import tqdm
 
 from data.documents import Document
 from data.files import append, being_written, naming, open_regular, opened_alone, replace_with
-from data.server import answering, ask, served_model
-
-AT_ONCE = 64  # requests in flight
+from data.server import AT_ONCE, answering, ask, served_model
 
 
 def send(url: str, out, documents: list[Document]) -> None:

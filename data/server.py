@@ -2,12 +2,18 @@
 
 import http.client
 import json
+import re
+import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 ANSWER = 64 << 20  # bytes of an answer that are read
+AT_ONCE = 64  # requests in flight
+WAITS = (0.5, 1, 2, 4)  # seconds before a request is made again
+REFUSALS = (400, 413, 422)  # of HTTP: the request is no good, whenever it is made
 WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
 
 
@@ -42,6 +48,38 @@ def ask(url: str, body: dict | None = None) -> dict:
         return said
 
 
+class Away(ValueError):
+    """There is no server, or it cut the connection."""
+
+
+class Refused(Exception):
+    """A server says that a request is no good."""
+
+
+def ask_again(url: str, body: dict) -> dict:
+    """`ask`, for seconds on while the server fails or is away."""
+    for wait in (*WAITS, None):
+        try:
+            return ask(url, body)
+        except ValueError as error:
+            status = getattr(error.__cause__, "code", 0)
+            if status in REFUSALS:
+                raise Refused(message_of(error.__cause__)) from None
+            if wait is None or not (isinstance(error, Away) or status == 429 or status >= 500):
+                raise
+            time.sleep(wait)
+
+
+def message_of(error: urllib.error.HTTPError) -> str:
+    """What the server says of a refusal, without what it quotes: that is another one's in every conversation."""
+    text = error
+    with suppress(*WRONG):
+        text = error.read(1 << 16).decode(errors="replace")
+        text = json.loads(text)["error"]["message"]
+    text = " ".join(str(text).split())
+    return (re.split("[`{]", text)[0].strip() or text)[:100].encode(errors="replace").decode()
+
+
 @contextmanager
 def answering(url: str) -> Iterator[None]:
     """Whatever is wrong with a server's answer is a ValueError that names the address, in one line."""
@@ -49,6 +87,7 @@ def answering(url: str) -> Iterator[None]:
         yield
     except WRONG as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise ValueError(
+        gone = isinstance(error, OSError | http.client.HTTPException) and not hasattr(error, "code")
+        raise (Away if gone else ValueError)(
             f"{url} does not answer as vLLM does ({reason}); is the server up, does it fit the text?"
         ) from error

@@ -22,27 +22,32 @@ Thinking templates often drop the reasoning even of the last turn, although the 
 another form than the prompt does. Such a turn is put together again by the template's own grammar: the opening tag
 unless the prompt brings it, reasoning, the closing tag, and the rendered rest.
 
+An engine may render instead (`data/engine.py`): turns are found in the same way, in the text of its tokens, and the
+documents are made of those.
+
 Knows tokenizers and files, never models.
 """
 
-import copy
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from tokenizers import processors
 
 from data.documents import Document, Skipped, listed
+from data.engine import Engine
 from data.grammar import Grammar, stop_ids, tell_grammar
 from data.records import Chat, arguments_of, load_list, parse, read_chat
-from data.rendering import Skip, TemplateHangs, check_template, render
+from data.rendering import SPANS, Skip, TemplateHangs, bare_backend, check_template, render
+from data.server import AT_ONCE
 from data.turns import Turns
 
 BATCH = 32  # texts tokenised together: their offsets take a hundred bytes a token
-SPANS = "a token spans the border of what is learned"
 
 
 class Made(NamedTuple):
@@ -59,28 +64,26 @@ class Made(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A document before it is tokens: what is learned are the characters [begin, end) of every span, ascending."""
+    """A document, rendered here before it is tokens: what is learned are the characters (of an engine's the tokens)
+    [begin, end) of every span, ascending."""
 
-    text: str
+    text: str | list[int]
     spans: list[tuple[int, int]]
 
 
 class Converter:
-    """Lines to documents, with one tokenizer and what its template is given. Nothing that a line holds raises."""
+    """Lines to documents, with one tokenizer and what its template, or an engine, is given. Nothing that a line holds
+    raises."""
 
-    def __init__(self, tokenizer, reasoning: str, template_args: dict | None = None):
-        self.tokenizer, self.masks_reasoning = tokenizer, reasoning == "mask"
-        self.template_args, self.grammars = template_args or {}, {}
+    def __init__(self, tokenizer, reasoning: str, template_args: dict | None = None, engine: Engine | None = None):
+        self.tokenizer, self.masks_reasoning, self.engine = tokenizer, reasoning == "mask", engine
+        self.template_args, self.grammars, self.lock = template_args or {}, {}, Lock()
+        self.render = partial(render, tokenizer) if engine is None else engine.render
         added, stops = tokenizer.added_tokens_decoder, stop_ids(tokenizer)
         self.ends = tuple(str(token) for token in added.values())
         self.waited_for = [str(token) for i, token in added.items() if stops is None or i in stops]
         self.vocab_size = 1 + max(tokenizer.get_vocab().values())
-        self.backend = None
-        if tokenizer.is_fast:
-            self.backend = copy.deepcopy(tokenizer.backend_tokenizer)
-            self.backend.no_truncation()
-            self.backend.no_padding()
-            self.backend.post_processor = processors.ByteLevel(trim_offsets=False)  # offsets must not hide blanks
+        self.backend = bare_backend(tokenizer)
 
     def documents(
         self, messages: list[dict], tools: list[dict] | None = None, source: str = "a conversation"
@@ -98,27 +101,39 @@ class Converter:
     def convert(self, blob: bytes, is_list: bool) -> Made:
         """Every record of whole lines, or of one JSON list. TemplateHangs: the chat template does not end."""
         lines = load_list(blob) if is_list else blob.removesuffix(b"\n").split(b"\n")
-        self.notes, lost, texts, made, read = Counter(), [], [], [], []
-        for number, line in enumerate(lines):
-            if isinstance(line, bytes) and not line.strip():
-                continue
-            read.append(number)
-            try:
-                record = parse(line) if isinstance(line, bytes) else line
-                if isinstance(record, dict) and {"input_ids", "loss_mask"} <= record.keys():
-                    made.append((number, *self.tokenised(record)))
-                else:
-                    found, reasons = self.texts(*self.conversation(record))
-                    texts += [(number, text) for text in found]
-                    lost += [(number, reason) for reason in reasons]
-            except Skip as skip:
-                lost.append((number, str(skip)))
+        read = [n for n, line in enumerate(lines) if not isinstance(line, bytes) or line.strip()]
+        notes, lost, texts, made = Counter(), [], [], []
+        for number, (found, reasons, own) in zip(read, self.read_all([lines[n] for n in read]), strict=True):
+            (texts if found and isinstance(found[0], Text) else made).extend((number, x) for x in found)
+            lost += [(number, reason) for reason in reasons]
+            notes.update(own)
         for number, document in self.encode(texts):
             if isinstance(document, Skip):
                 lost.append((number, str(document)))
             else:
-                made.append((number, *document))
-        return gather(made, lost, read, len(lines), self.notes)
+                made.append((number, document))
+        return gather(made, lost, read, len(lines), notes)
+
+    def read_all(self, lines: list) -> list[tuple[list, list[str], Counter]]:
+        if self.engine is None:
+            return [self.read(line) for line in lines]
+        with ThreadPoolExecutor(AT_ONCE) as pool:  # which wait for the engine
+            return list(pool.map(self.read, lines))
+
+    def read(self, line) -> tuple[list[Text] | list[tuple[np.ndarray, np.ndarray]], list[str], Counter]:
+        """The documents of a record, as texts or as tokens with their masks; why it, or some of its turns, are not
+        learned; and notes."""
+        notes = Counter()
+        try:
+            record = parse(line) if isinstance(line, bytes) else line
+            if isinstance(record, dict) and {"input_ids", "loss_mask"} <= record.keys():
+                return [self.tokenised(record)], [], notes
+            found, reasons = self.texts(*self.conversation(record, notes))
+        except Skip as skip:
+            return [], [str(skip)], notes
+        if self.engine is not None:
+            found = [with_mask(np.array(ids, np.int32), [x for span in spans for x in span]) for ids, spans in found]
+        return found, reasons, notes
 
     def tokenised(self, record: dict) -> tuple[np.ndarray, np.ndarray]:
         try:
@@ -129,22 +144,28 @@ class Converter:
             raise Skip("nothing supervised")
         return ids.astype(np.int32), mask
 
-    def conversation(self, record) -> tuple[Chat, Turns]:
+    def conversation(self, record, notes: Counter) -> tuple[Chat, Turns]:
         """A conversation, and what renders it."""
-        check_template(self.tokenizer)
+        if self.engine is None:
+            check_template(self.tokenizer)
         arguments = arguments_of(record, self.template_args)
         key = json.dumps(arguments, sort_keys=True)
-        if key not in self.grammars:
-            self.grammars[key] = self.grammar(arguments)
-        chat, notes = read_chat(record, self.grammars[key])
-        self.notes.update(notes)
-        return chat, Turns(self.tokenizer, arguments, chat, self.grammars[key], self.ends, self.notes)
+        with self.lock:
+            if key not in self.grammars:
+                self.grammars[key] = self.grammar(arguments)
+        chat, own = read_chat(record, self.grammars[key])
+        notes.update(own)
+        return chat, Turns(self.render, arguments, chat, self.grammars[key], self.ends, notes)
 
     def grammar(self, arguments: dict) -> Grammar:
         def rendered(messages, add_generation_prompt=False):
-            return render(self.tokenizer, messages, None, arguments, add_generation_prompt)
+            return self.render(messages, None, arguments, add_generation_prompt)
 
-        return tell_grammar(rendered, str(self.tokenizer.chat_template), list(self.ends), self.waited_for)
+        if self.engine is not None:
+            self.engine.identity(arguments)  # refuses another target's
+        source = None if self.engine else str(self.tokenizer.chat_template)
+        grammar = tell_grammar(rendered, source, list(self.ends), self.waited_for)
+        return grammar._replace(takes_objects=True) if self.engine else grammar  # an engine parses them itself
 
     def texts(self, chat: Chat, turns: Turns) -> tuple[list[Text], list[str]]:
         """The documents of a conversation, and why some of its turns are not learned."""
@@ -155,18 +176,21 @@ class Converter:
             try:
                 if not chat.learned[i]:
                     raise Skip("weight 0")
-                prompt, said = turns.turn(i)
-                begin = len(prompt) + (turns.thinking(i, prompt, said) if self.masks_reasoning else 0)
-                if begin == len(prompt + said):
+                turn = turns.turn(i)
+                prompt, said = turn.prompt, turn.said + turn.stop
+                thinking = turns.thinking(i, prompt, said) if self.masks_reasoning else 0
+                if thinking == len(said):
                     raise Skip("nothing but masked reasoning")
+                if self.engine is not None:
+                    prompt, said, thinking = self.engine.tokens(*turn, thinking, turns.grammar)
             except Skip as skip:
                 reasons.append(str(skip))
                 continue
-            span = (begin, len(prompt + said))
-            if found and prompt.startswith(found[-1].text):
+            span = (len(prompt) + thinking, len(prompt + said))
+            if found and prompt[: len(found[-1].text)] == found[-1].text:
                 found[-1] = Text(prompt + said, [*found[-1].spans, span])
             else:
-                self.notes["documents begun because the template renders history differently"] += len(found) > 0
+                turns.notes["documents begun because the template renders history differently"] += len(found) > 0
                 found.append(Text(prompt + said, [span]))
         return found, reasons
 
@@ -207,10 +231,12 @@ def with_mask(ids: np.ndarray, borders: Sequence[int]) -> tuple[np.ndarray, np.n
     return ids, mask
 
 
-def gather(made: list[tuple], lost: list[tuple[int, str]], read: list[int], lines: int, notes: Counter) -> Made:
+def gather(
+    made: list[tuple[int, tuple]], lost: list[tuple[int, str]], read: list[int], lines: int, notes: Counter
+) -> Made:
     """One piece's documents in the order of its lines; a line without any is skipped for its first reason."""
     made.sort(key=lambda document: document[0])
-    records, tokens, masks = ([document[i] for document in made] for i in range(3))
+    records, tokens, masks = [n for n, _ in made], [ids for _, (ids, _) in made], [mask for _, (_, mask) in made]
     with_documents, first = set(records), {}
     for record, reason in lost:
         if record in with_documents:

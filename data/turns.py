@@ -1,38 +1,55 @@
 """What an engine is given for a turn of a chat, and what the target says to it, by differences of renderings."""
 
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 from data.grammar import CLOSE, MARK, OPEN, Grammar, common
 from data.records import Chat, check_calls, marked
-from data.rendering import Skip, render
+from data.rendering import Skip
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
 UNOPENED = "reasoning that neither the prompt nor the template opens"
+CLOSED_WITHIN = "reasoning that holds its own closing tag"
 NO_ANSWER = "the template does not render the answer"
 DROPPED = "turns without their reasoning, which the template does not render"
+
+
+class Turn(NamedTuple):
+    """What an engine is given, and what the target says to it, its end of turn included: `said` and `stop`."""
+
+    prompt: str
+    through: str  # the answered turn rendered, which ends as `said` does, blanks aside
+    said: str
+    stop: str
 
 
 class Turns:
     """The assistant turns of one conversation, as its template renders them with these arguments.
 
-    ends: the tokens that are whole texts, one of which may end a turn. notes: counts what befell some turns.
+    rendering: makes text of messages, tools, arguments, whether to add the generation prompt. ends: the tokens that are
+    whole texts, one of which may end a turn. notes: counts what befell some turns.
     """
 
-    def __init__(self, tokenizer, arguments: dict, chat: Chat, grammar: Grammar, ends: tuple[str, ...], notes: Counter):
-        self.tokenizer, self.arguments, self.chat, self.grammar = tokenizer, arguments, chat, grammar
+    def __init__(
+        self, rendering: Callable, arguments: dict, chat: Chat, grammar: Grammar, ends: tuple[str, ...], notes: Counter
+    ):
+        self.rendering, self.arguments, self.chat, self.grammar = rendering, arguments, chat, grammar
         self.ends, self.notes = ends, notes
 
     def render(self, messages: list[dict], add_generation_prompt: bool = False) -> str:
-        return render(self.tokenizer, messages, self.chat.tools, self.arguments, add_generation_prompt)
+        return self.rendering(messages, self.chat.tools, self.arguments, add_generation_prompt)
 
-    def turn(self, i: int) -> tuple[str, str]:
-        """What an engine is given for assistant turn i, and what the target says to it, its end of turn included."""
+    def turn(self, i: int) -> Turn:
+        """Assistant turn i. Skip: it cannot be had."""
         message, before = self.chat.messages[i], self.chat.messages[:i]
         calls = message.get("tool_calls")
         if i == 0:
             raise Skip("an assistant turn that answers nothing")
         if not (message["content"].strip() or message.get("reasoning_content") or calls):
             raise Skip("an empty answer")
+        if self.grammar.close and self.grammar.close in message.get("reasoning_content", ""):
+            raise Skip(CLOSED_WITHIN)
         prompt = self.render(before, add_generation_prompt=True)
         through = self.render([*before, message])
         tail = ""
@@ -47,7 +64,7 @@ class Turns:
             check_calls(self.render([*before, marked(message)]), calls)
         end = said.rstrip()
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
-        return prompt, said + self.grammar.stops[bool(calls)]
+        return Turn(prompt, through, said, self.grammar.stops[bool(calls)])
 
     def located(self, i: int, through: str, tail: str) -> int:
         """Where answer i begins in a rendering that rewrites the history before it: what the prompt has behind the text

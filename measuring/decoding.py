@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from data.conversations import answered
 from data.corpus import python_documents
+from data.documents import prompt_and_answer
 from data.files import check_regular, naming
 from draft_deepseek import upcast
 from measuring.costs import clock, memory_of
@@ -41,6 +42,7 @@ from serving.decode import (
     pick,
     speculative,
     streams,
+    unique_bigrams,
 )
 from target.model import Target, load_target
 from target.tiny import tiny_target
@@ -58,8 +60,10 @@ def add_flags(parser) -> None:
     group.add_argument("--batch", type=int, default=1, help="rows that draft at once, default 1")
     group.add_argument("--run", type=as_path, help="a run, or an exported draft: decode with it")
     group.add_argument("--model", type=as_text, help="its target's directory; default: the run's own")
-    group.add_argument("--prompts", type=as_path, help="a JSON list of token-id lists; default: held-out documents")
-    group.add_argument("--prompt-count", type=int, default=6, help="held-out documents, default 6")
+    group.add_argument(
+        "--prompts", type=as_path, help="a JSON list of token-id lists; default: held-out documents, cut in the middle"
+    )
+    group.add_argument("--prompt-count", type=int, default=12, help="held-out documents, cut mid-text; default 12")
     group.add_argument("--new-tokens", type=int, default=64, help="of every prompt, default 64")
     group.add_argument("--temperature", type=float, default=0.0, help="above 0: sample as well")
     group.add_argument("--top-p", type=float, default=1.0)
@@ -329,7 +333,7 @@ def open_run(args) -> tuple[nn.Module, Target]:
 def load_prompts(args, target: Target) -> list[Tensor]:
     if args.prompts is None:
         documents = answered(target.tokenizer, python_documents(held_out=True)[: args.prompt_count])
-        return [d.tokens[: int(d.loss_mask.int().argmax())] for d in documents]
+        return [prompt_and_answer(d, middle=True)[0] for d in documents]
     if not args.prompts.exists():
         raise ValueError(f"--prompts {args.prompts} does not exist")
     check_regular(args.prompts, "--prompts")
@@ -399,12 +403,6 @@ def pooled(found: dict, k: int) -> dict:
         "faster_by_prompt": speed_ups,
         "identical": found["identical"],
     }
-
-
-def unique_bigrams(texts: list[list[int]]) -> float:
-    """Distinct pairs of neighbours over all pairs, each text alone: text that repeats itself is easy to draft."""
-    pairs = [list(zip(text, text[1:], strict=False)) for text in texts]
-    return sum(len(set(p)) for p in pairs) / max(sum(map(len, pairs)), 1)
 
 
 RUN_TABLE = {

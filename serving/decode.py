@@ -14,7 +14,7 @@ hidden, V target and Vd draft vocabulary, p and q the target's and the draft's d
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -96,21 +96,33 @@ def walk(rows: RowBatch, metrics: Metrics, k: int | None = None) -> Accepted:
 
 
 def walk_by_bucket(rows: RowBatch | RowChunks, metrics: Metrics, k: int | None = None) -> dict[str, Accepted]:
-    """`walk`, its rounds sorted into BUCKETS by the position that their chain starts at."""
+    """`walk`, its rounds sorted into BUCKETS by the position that their chain starts at; it reads `hit` alone."""
     chain = metrics.hit[:k].long().cumprod(0).sum(0).cpu()  # [B,A]
-    first, slots = rows.valid[0].cpu(), rows.anchors.cpu()
-    position = rows.position.cpu().gather(1, slots.clamp(min=0))
     total = dict.fromkeys(BUCKETS, Accepted(0, 0))
-    for b in range(len(slots)):
-        at, hits, where = (x[b][first[b]].tolist() for x in (slots, chain, position))
+    for where, hits in runs(rows, rows.valid[0], chain):
+        i = 0
+        while i < len(hits):
+            n = min(hits[i], len(hits) - i)
+            total[bucket(where[i])] += Accepted(n + 1, 1)
+            i += n + 1
+    return total
+
+
+def runs(rows: RowBatch | RowChunks, chosen: Tensor, values: Tensor) -> Iterator[tuple[list[int], list]]:
+    """Positions and values, [B,A,..], of each maximal run of neighbouring slots among the chosen anchors [B,A]."""
+    slots = rows.anchors.cpu()
+    position = rows.position.cpu().gather(1, slots.clamp(min=0))
+    for b, mask in enumerate(chosen.cpu()):
+        at, where, x = (y[b][mask].tolist() for y in (slots, position, values))
         begins = [i for i, t in enumerate(at) if i == 0 or at[i - 1] != t - 1]
         for begin, end in pairwise([*begins, len(at)]):
-            i = begin
-            while i < end:
-                n = min(hits[i], end - i)
-                total[bucket(where[i])] += Accepted(n + 1, 1)
-                i += n + 1
-    return total
+            yield where[begin:end], x[begin:end]
+
+
+def unique_bigrams(texts: list[list[int]]) -> float:
+    """Distinct pairs of neighbours over all pairs, each text alone: text that repeats itself is easy to draft."""
+    pairs = [list(zip(text, text[1:], strict=False)) for text in texts]
+    return sum(len(set(p)) for p in pairs) / max(sum(map(len, pairs)), 1)
 
 
 # ------------------------------------------------------------------------------------------------ speculative decoding

@@ -509,7 +509,9 @@ def test_a_target_without_a_template_says_what_to_do(tmp_path):
     path, tokenizer = write_lines(tmp_path / "x.jsonl", GOOD), tokenizer_of(None)
     for name in ("", "/models/v32"):
         tokenizer.name_or_path = name
-        with pytest.raises(ValueError, match=f"^{name or 'the tokenizer'} brings no .*--chat-template FILE$"):
+        with pytest.raises(
+            ValueError, match=f"^{name or 'the tokenizer'} brings no .*--chat-template FILE, .*--render URL$"
+        ):
             read_conversations([path], tokenizer, 99, progress=False)
     tokens = write_lines(tmp_path / "y.jsonl", {"input_ids": [1, 2], "loss_mask": [0, 1]})
     assert read_conversations([tokens], tokenizer, 99, progress=False)[1].used == 1  # these need none

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from data.conversations import read_conversations
-from data.documents import Document, split
+from data.documents import Document, prompt_and_answer, split
 from data.packing import anchors_of
 from tests.helpers import TEMPLATES, chat_tokenizer, many_chats, read_chats, same_documents, turns
 
@@ -17,6 +17,15 @@ def test_anchors_are_the_slots_within_reach_of_a_learned_token():
     mask[9:12] = True
     assert anchors_of(mask, 7) == 9  # slots 2..10
     assert anchors_of(mask, 1) == 3 and anchors_of(mask[:1], 7) == 0 and anchors_of(~mask[:2], 3) == 1
+
+
+def test_a_document_is_cut_at_its_first_answer_or_in_its_middle():
+    mask = torch.zeros(20, dtype=torch.bool)
+    mask[5:12] = mask[15:18] = True
+    document, whole = Document(torch.arange(20), mask, "a"), Document(torch.arange(4), torch.ones(4).bool(), "b")
+    assert [x.tolist() for x in prompt_and_answer(document)] == [[*range(5)], [*range(5, 12)]]
+    assert [x.tolist() for x in prompt_and_answer(document, middle=True)] == [[*range(8)], [*range(8, 12)]]
+    assert [x.tolist() for x in prompt_and_answer(whole)] == [[], [*range(4)]]
 
 
 def test_documents_are_a_sequence_over_one_array(tmp_path):

@@ -103,6 +103,34 @@ def test_dense_forward_without_positions_or_cache_counts_from_zero():
     close(padded[:1, 4:], draft(tokens[:1, 4:], state[:1, 4:], torch.ones(1, 5), torch.arange(4, 9)[None]), 1e-6)
 
 
+class Unrolled(torch.nn.Module):
+    """Three steps of the dense forward and the logits behind them."""
+
+    def __init__(self, draft):
+        super().__init__()
+        self.draft = draft
+
+    def forward(self, tokens, state, mask):
+        cache = [[], []]
+        for _ in range(3):
+            state = self.draft(tokens, state, mask, cache_hidden=cache)
+        return self.draft.compute_logits(state)
+
+
+@pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi"])
+def test_an_exported_forward_takes_rows_of_any_length(variant):
+    unrolled = Unrolled(make_draft(variant)[0])
+
+    def row(t):
+        return torch.randint(0, 64, (2, t)), torch.randn(2, t, 24), torch.ones(2, t)
+
+    any_length = ({1: torch.export.Dim("T", min=2, max=1 << 20)},) * 3
+    program = torch.export.export(unrolled, row(9), dynamic_shapes=any_length).module()
+    for t in (2, 5, 23):
+        given = row(t)
+        close(program(*given), unrolled(*given), 1e-6)
+
+
 @pytest.mark.parametrize("garbage", [100.0, math.nan])
 @pytest.mark.parametrize("seq_lens", [None, [[9, 11], [14, 6]]])
 @pytest.mark.parametrize("variant", ["deepseek-3.1", "kimi"])

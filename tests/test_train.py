@@ -16,7 +16,10 @@ def test_a_run_trains_evaluates_and_exports(runs, preset, capsys):
         command(runs, f"run-{preset}", "--target", preset, "--steps", 4, "--ttt-steps", 7, "--export-dtype", "float32")
     )
     output = capsys.readouterr().out
-    assert "simulated" in output and "1 of 1 identical" in output
+    own, said = output[output.index("on the held-out documents' own text (") :].split("on what the target says")
+    assert [line.split()[:2] for line in own.splitlines()[1:3]] == [["greedy", "simulated"], ["sampled", "simulated"]]
+    assert "behind 1 held-out prompts cut mid-text, 9 new tokens each:\n  sampled   decoded" in said
+    assert "1 of 1 identical" in said and "warning: the target would have said only" in said  # the built-in one as well
     run = runs / f"run-{preset}"
     assert [line["step"] for line in log(runs, run.name)] == [1, 2, 3, 4]
     state, trained = load_file(run / "draft" / "model.safetensors"), weights(runs, run.name, 4)

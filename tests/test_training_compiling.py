@@ -8,6 +8,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from draft_deepseek import TTTLoss, anchor_mask, block_index
 from measuring import step
+from serving.slots import judge
 from test_drafts import make_batch, make_chunks, make_draft, make_rows
 from training import compiling
 
@@ -77,6 +78,11 @@ def test_fifty_batches_of_one_to_seven_chunks_are_a_graph_each_and_another_witho
         for i in range(10):
             loss.learn(make_chunks(draft, make_batch([[9, 15, -5]], seed=i, share=i / 10), steps=2, chunk=4))
     assert backend.graphs == 4
+    for i in range(10):
+        chunks = make_chunks(draft, make_batch([[9, 15, -5]], seed=i, share=i / 10), steps=2, chunk=4)
+        for got, want in zip(judge(loss, chunks), judge(eager, chunks), strict=True):
+            assert torch.allclose(got.float(), want.float(), atol=1e-5)
+    assert backend.graphs == 5  # the steps without the loss
 
 
 @pytest.mark.slow

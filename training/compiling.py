@@ -25,8 +25,9 @@ def flex_compiles(device: str) -> bool:
 
 
 def compile_loss(loss: TTTLoss, mode: str | None, **options) -> None:
-    """Make the keys of a row and the S-step loss of a chunk one static graph each, whatever the row's number of chunks;
-    the only place that compiles. mode: off, or torch.compile's; its other options as they are.
+    """Make the keys of a row and the S-step loss of a chunk one static graph each, whatever the row's number of chunks,
+    and the steps alone, for evaluation, another; the only place that compiles. mode: off, or torch.compile's; its other
+    options as they are.
 
     Chunks are captured as CUDA graphs by max-autotune. The keys are a few large kernels, which gain nothing by it.
     """
@@ -35,6 +36,7 @@ def compile_loss(loss: TTTLoss, mode: str | None, **options) -> None:
     plain = "max-autotune-no-cudagraphs" if mode == "max-autotune" else mode
     loss.keys = torch.compile(loss.keys, fullgraph=True, dynamic=False, mode=plain, **options)
     loss.chunk = torch.compile(loss.chunk, fullgraph=True, dynamic=False, mode=mode, **options)
+    loss.unroll = torch.compile(loss.unroll, fullgraph=True, dynamic=False, mode=plain, **options)
 
 
 def autocast(args: Settings):

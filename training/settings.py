@@ -12,6 +12,7 @@ import torch
 
 from data.files import read_json
 from data.rendering import read_arguments
+from data.server import check_url
 from draft_deepseek import BLOCK, default_chunk
 from states.read import is_captured
 from training.sources import TINY
@@ -37,6 +38,7 @@ BOUNDS = {  # both ends are allowed
     "weight_decay": (0, 10),
 }
 BETWEEN = {"held_out": (0, 1), "lr": (0, 10), "clip": (0, math.inf), "follow_gb": (0, 1e9)}  # both ends are not
+CHECKS = {"template_args": read_arguments, "render": check_url}
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
 NAME_LENGTH = 200  # bytes; file systems take 255, and the run's own files add to it
 
@@ -56,6 +58,7 @@ class Settings:
     reasoning: str = option("train", "data", "mask: thinking blocks are not learned", ("train", "mask"))
     chat_template: str | None = option(None, "data", "file of a chat template to take instead of the target's")
     template_args: list | None = option(None, "data", "what the chat template is given, as in thinking=true")
+    render: str | None = option(None, "data", "address of a running vLLM that renders the conversations instead")
     held_out: float = option(0.05, "data", "share of the conversations that is evaluated on instead")
     documents: int | None = option(None, "data", "train on so many documents at most; None: all")
     skip_damaged: bool = option(False, "data", "leave out captured files that cannot be used, and count them")
@@ -99,7 +102,7 @@ class Settings:
 
     eval_rows: int = option(8, "evaluation", "held-out rows")
     eval_every: int | None = option(None, "evaluation", "steps between evaluations; None: at the end alone")
-    decode_prompts: int = option(6, "evaluation", "held-out prompts decoded for real, 0 for none")
+    decode_prompts: int = option(48, "evaluation", "held-out prompts decoded for real, a quarter greedily too; 0: none")
     decode_tokens: int = option(64, "evaluation", "new tokens of each")
     export_dtype: str = option("bfloat16", "evaluation", "of the saved draft", ("bfloat16", "float32"))
 
@@ -223,9 +226,9 @@ def misfit(f: dataclasses.Field, value) -> str | None:
         return f"is {short(value)}; one of {', '.join(f.metadata['choices'])} is wanted"
     if kind in (str, list) and (complaint := unusable_text([value] if kind is str else value or [""])):
         return complaint
-    if f.name == "template_args":
+    if f.name in CHECKS:
         try:
-            read_arguments(value)
+            CHECKS[f.name](value)
         except ValueError as error:
             return str(error)
     if kind in (str, list):
@@ -265,6 +268,8 @@ def check_together(args: Settings) -> None:
         raise ValueError("--follow-gb bounds what waits in the folder of --follow; name that as well")
     if args.chat_template and not Path(args.chat_template).exists():
         raise ValueError(f"--chat-template {args.chat_template} does not exist; a file of a chat template is wanted")
+    if args.chat_template and args.render:
+        raise ValueError("--chat-template says how to render here, --render has a server do it by its own; give one")
     check_draft_vocab(args.draft_vocab)
     check_device(args.device)
     if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:

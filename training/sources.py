@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from data.conversations import answered, read_conversations
 from data.corpus import python_documents
 from data.documents import Document, Documents, Skipped, cut_to, split
+from data.engine import Engine
 from data.files import check_regular, naming
 from data.packing import anchors_of
 from data.rendering import read_arguments
@@ -142,8 +143,8 @@ def layers_of(args) -> list[int] | None:
 def corpus(args, target: Target, ranks, held_out: bool) -> Documents:
     """The built-in one, in documents of at most a row; prints what was left out."""
     tokenizer = with_template(args, target.tokenizer)
-    pairs = python_documents(held_out, args.seed)[: args.documents]
-    whole = answered(tokenizer, pairs, template_args=read_arguments(args.template_args))
+    pairs, how = python_documents(held_out, args.seed)[: args.documents], read_arguments(args.template_args)
+    whole = answered(tokenizer, pairs, template_args=how, engine=engine_of(args, tokenizer))
     kept = [d for d in (cut_to(d, args.row_tokens) for d in whole) if anchors_of(d.loss_mask, 1)]
     if not kept:
         raise ValueError(f"no document has a learned token within --row-tokens {args.row_tokens}; raise it")
@@ -167,6 +168,7 @@ def conversations(args, tokenizer, ranks) -> Documents:
             cache=cache,
             progress=ranks.rank == 0,
             template_args=template_args,
+            engine=engine_of(args, tokenizer),
         )
     ranks.print("data: " + "\n".join(report.lines()))
     return documents
@@ -181,6 +183,10 @@ def with_template(args, tokenizer):
             check_regular(path, "--chat-template")
             tokenizer.chat_template = path.read_text(encoding="utf-8")
     return tokenizer
+
+
+def engine_of(args, tokenizer) -> Engine | None:
+    return Engine(args.render.rstrip("/"), tokenizer) if args.render else None
 
 
 def split_documents(args, documents: Documents, ranks) -> tuple[Documents, Documents]:
