@@ -27,6 +27,7 @@ DRAFT_VOCAB = {"built-in": 96, "model": 32_000}  # where neither --draft-vocab n
 MOST = 1_000_000_000  # of every whole number that says nothing else
 BOUNDS = {  # both ends are allowed
     "ttt_steps": (1, 64),
+    "q_lora_rank": (0, MOST),
     "row_tokens": (1, 1 << 20),  # the longest context of any preset
     "batch_rows": (1, 4096),
     "accumulate": (1, 1 << 16),
@@ -82,6 +83,11 @@ class Settings:
     draft: str = option("auto", "draft", "auto: as the target attends", ("auto", "deepseek", "kimi-k3"))
     init: str | None = option(None, "draft", "start from this draft: a directory or a .safetensors file")
     draft_vocab: str | None = option(None, "draft", "how many tokens it can say, 0 for all, or a file that maps them")
+    q_lora_rank: int | None = option(
+        None, "draft", "rank of its queries; None: the target's, else 1536; 0: none, which no engine loads"
+    )
+    heads: int | None = option(None, "draft", "attention heads; None: the target's")
+    intermediate_size: int | None = option(None, "draft", "width of its MLP; None: that of the target's dense layers")
     fc_norm: bool = option(False, "draft", "norm each auxiliary state (EAGLE-3.1)")
     norm_output: bool = option(False, "draft", "carry normed states from step to step (EAGLE-3.1)")
     loss: str = option(
