@@ -89,8 +89,10 @@ def column(rows: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smoothed(y: np.ndarray) -> np.ndarray:
-    """The mean over a window of a 20th of the run around each step; a value that is NaN stays so and counts nowhere."""
-    window = np.ones(2 * (len(y) // 40) + 1)
+    """The mean over a 20th of the run around each step, five steps at least; what is NaN stays so and counts nowhere."""
+    if not len(y):
+        return y
+    window = np.ones(2 * min(max(2, len(y) // 40), len(y) // 4) + 1)
     finite = np.isfinite(y)
     sums, counts = (np.convolve(x, window, "same") for x in (np.where(finite, y, 0.0), finite.astype(float)))
     return np.where(finite, sums / np.maximum(counts, 1), math.nan)
@@ -98,22 +100,23 @@ def smoothed(y: np.ndarray) -> np.ndarray:
 
 def draw(figure, found: list[Curves], names: list[str]) -> None:
     loss, accept, speed = axes = figure.subplots(3, sharex=True, height_ratios=(3, 4, 2))
-    peak = 0.0
+    fastest = 0.0
     for curves, colour in zip(found, COLOURS, strict=False):
         for axis, name in ((loss, "loss"), (accept, "accept_length"), (speed, "tokens_per_second")):
             x, y = column(curves.steps, name)
-            axis.plot(x, y, ".", color=colour, alpha=0.25, ms=4, mew=0)
-            axis.plot(x, line := smoothed(y), color=colour, lw=1.8, marker="o" if len(x) == 1 else None)
-        peak = max(peak, np.nanmax(line, initial=0))
+            axis.plot(x, y, ".", color=colour, alpha=0.35, ms=5, mew=0)
+            axis.plot(x, smoothed(y), color=colour, lw=1.8, marker="o" if len(x) == 1 else None)
+        fastest = max(fastest, np.nanmax(smoothed(y), initial=0))  # of the last, the speed
         for name, style in HELD_OUT.items():
             accept.plot(*column(curves.evaluations, name), color=colour, lw=1.2, ms=5, **style)
     loss.set_ylabel("training loss (nats)")
     accept.set_ylabel("accept length (tokens a round)")
     speed.set_ylabel("supervised tokens/s")
     speed.set_xlabel("optimizer step")
-    speed.set_ylim(0, 1.15 * peak or 1)  # a step that compiles or resumes says nothing
+    speed.set_ylim(0, 1.15 * fastest or 1)  # a step that compiles or resumes says nothing
     speed.yaxis.set_major_formatter("{x:,.0f}")
     speed.xaxis.get_major_locator().set_params(integer=True)
+    figure.align_ylabels(axes)
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
@@ -129,6 +132,10 @@ def add_legends(figure, accept, names: list[str]) -> None:
     short = [name.replace("$", r"\$") for name in short]  # no formula
     columns = max(1, min(4, 100 // (8 + max(map(len, short)))))
     figure.legend(runs, short, loc="outside upper center", ncols=columns, frameon=False)
-    kinds = {"training": {"lw": 1.8}} | {f"held out, {name}": style for name, style in HELD_OUT.items()}
+    kinds = {"training (points: single steps)": {"lw": 1.8}} | {
+        f"held out, {name}": style for name, style in HELD_OUT.items()
+    }
     handles = [Line2D([], [], color="0.3", **style) for style in kinds.values()]
-    accept.legend(handles, kinds, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9)
+    accept.legend(
+        handles, kinds, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, handlelength=3.5
+    )
