@@ -89,7 +89,7 @@ def column(rows: list[dict], name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def smoothed(y: np.ndarray) -> np.ndarray:
-    """The mean over a 20th of the run around each step, five steps at least; what is NaN stays so and counts nowhere."""
+    """The mean over a 20th of the run around each step, at least five; what is NaN stays so and counts nowhere."""
     if not len(y):
         return y
     window = np.ones(2 * min(max(2, len(y) // 40), len(y) // 4) + 1)
