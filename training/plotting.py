@@ -109,7 +109,7 @@ def draw(figure, found: list[Curves], names: list[str]) -> None:
         fastest = max(fastest, np.nanmax(smoothed(y), initial=0))  # of the last, the speed
         for name, style in HELD_OUT.items():
             accept.plot(*column(curves.evaluations, name), color=colour, lw=1.2, ms=5, **style)
-    loss.set_ylabel("training loss (nats)")
+    loss.set_ylabel("training loss")
     accept.set_ylabel("accept length (tokens a round)")
     speed.set_ylabel("supervised tokens/s")
     speed.set_xlabel("optimizer step")
