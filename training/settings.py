@@ -16,6 +16,7 @@ from data.server import check_url
 from draft_deepseek import BLOCK, default_chunk
 from states.read import is_captured
 from training.sources import TINY
+from training.tracking import MODULES, load
 
 # What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
 # above 3.0 for deepseek-v3 and 2.5 for kimi-k3), and with a model of your own.
@@ -72,6 +73,7 @@ class Settings:
     runs: str = option("runs", "run", "folder of all runs and of the built-in targets")
     save_every: int = option(500, "run", "steps between checkpoints")
     keep: int = option(2, "run", "checkpoints kept")
+    track: str = option("off", "run", "show the run's numbers there as well", ("off", *MODULES))
     seed: int = option(0, "run", "of weights and data order")
     device: str = option("auto", "run", "cuda, cpu, ...; auto: cuda where there is one")
     precision: str = option("auto", "run", "of the compute; parameters stay float32", ("auto", "float32", "bfloat16"))
@@ -143,6 +145,8 @@ def make_parser(description: str | None = None) -> OneLineParser:
     )
     help_send = "have the vLLM at URL write those into DIR, and stop"
     commands.add_argument("--send", nargs=2, type=as_text, metavar=("URL", "DIR"), help=help_send)
+    help_plot = "draw what runs logged into OUT.png, or else runs.png, and stop"
+    commands.add_argument("--plot", nargs="+", type=as_path, metavar="RUN [OUT.png]", help=help_plot)
     commands.add_argument("--dry-run", action="store_true", help="say what the run would need, and stop")
     groups = {}
     for f in FIELDS.values():
@@ -276,6 +280,7 @@ def check_together(args: Settings) -> None:
         raise ValueError(f"--chat-template {args.chat_template} does not exist; a file of a chat template is wanted")
     if args.chat_template and args.render:
         raise ValueError("--chat-template says how to render here, --render has a server do it by its own; give one")
+    load(args.track)  # said before anything slow begins
     check_draft_vocab(args.draft_vocab)
     check_device(args.device)
     if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:
