@@ -40,6 +40,8 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from data.files import is_part, remove, remove_parts, replace_with, to_json
+from data.regenerate import regenerate
+from data.rendering import read_arguments
 from data.send import send
 from draft_deepseek import TTTLoss
 from measuring.costs import even_workload, matrix_rate, memory_of, model_flops, step_memory
@@ -66,6 +68,8 @@ def main(argv=None) -> None:
         return export(load_draft(instead.export[0]), Path(instead.export[1]), given.export_dtype)
     if instead.plot:
         return plot(*outputs(instead.plot))
+    if instead.regenerate:
+        return regenerate_conversations(given, instead.regeneration, *instead.regenerate)
     args = resolve(given)
     if instead.capture:
         return capture(args, Path(instead.capture))
@@ -182,6 +186,14 @@ def send_conversations(args: Settings, url: str, out: str) -> None:
     documents = conversations(args, load_tokenizer(Path(args.model), args.trust_remote_code), Ranks())
     send(url.rstrip("/"), out, list(documents))
     print(f"sent: {out}; train meanwhile with --follow {out}, or now with --data {out}")
+
+
+def regenerate_conversations(args: Settings, how, url: str, out: str) -> None:
+    """--regenerate: those of --data, answered by the server at URL. how: `Regeneration`."""
+    if not args.data or args.chat_template:
+        raise ValueError("the server answers the conversations of --data in its own template; give --data, and it that")
+    print("\n".join(regenerate(url, out, args.data, how, args.model, read_arguments(args.template_args))))
+    print(f"regenerated: {out}; next: train.py --data {out}, or --send it")
 
 
 def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: Rows | FollowedRows) -> str:
@@ -487,7 +499,7 @@ def report(args: Settings, run: Path, result: dict) -> None:
         print(f"            {result['identical']} of {result['greedy_prompts']} identical to its greedy decoding alone")
         print(f"            (the documents go on with {result['held_out_bigrams']:.0%} distinct bigrams)")
     if result["on_policy"] < 0.5:
-        advice = "; a draft learns more from answers that its target generated" if args.data else ""
+        advice = "; a draft learns more from answers that its target generated (--regenerate)" if args.data else ""
         print(
             f"warning: the target would have said only {result['on_policy']:.0%} of the held-out tokens itself, so "
             f"accept lengths on its own text differ{advice}"
@@ -506,7 +518,8 @@ def lengths_of(result: dict) -> dict[str, str]:
 
 def cli(argv=None) -> int:
     """main with its failures as one line and an exit code."""
-    return ending("train.py", main, argv, "; --resume with the run's --name goes on, or --capture and --send again")
+    how = "; --resume with the run's --name goes on, or --capture, --send and --regenerate again"
+    return ending("train.py", main, argv, how)
 
 
 if __name__ == "__main__":

@@ -32,12 +32,12 @@ class Skipped(Counter):
         known = self.named.setdefault(reason, [])
         known += list(names)[: self.few - len(known)]
 
-    def lines(self) -> Iterator[str]:
-        """For people."""
+    def lines(self, what: str = "skipped") -> Iterator[str]:
+        """For people. what: became of them."""
         for reason, n in (+self).most_common():
             names = ", ".join(self.named.get(reason, ()))
             more = ", ..." if n > len(self.named.get(reason, ())) else ""
-            yield f"  skipped {n:,}: {reason}" + (f" ({names}{more})" if names else "")
+            yield f"  {what} {n:,}: {reason}" + (f" ({names}{more})" if names else "")
 
 
 def listed(ids, loss_mask, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:

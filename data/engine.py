@@ -97,14 +97,15 @@ class Engine:
     # --------------------------------------------------------------------------------------------------- what is said
 
     def tokens(
-        self, prompt: Rendered, through: Rendered, said: str, stop: str, thinking: int, grammar: Grammar
+        self, prompt: Rendered, through: Rendered, said: str, stop: str, behind: str, thinking: int, grammar: Grammar
     ) -> tuple[list[int], list[int], int]:
         """Token ids of a turn's prompt and of what is said to it, and how many of the latter are `thinking` characters.
 
-        through: the answered turn, which ends as `said` does, blanks aside. stop: what ends the turn besides. Skip: a
-        token spans a border.
+        through: the answered turn, which ends as `said` does, blanks and what is `behind` a cut aside. stop: what ends
+        the turn besides. Skip: a token spans a border.
         """
-        end = len(through) if said != said.rstrip() else len(through.rstrip())
+        whole = through.removesuffix(behind)
+        end = len(whole) if said != said.rstrip() else len(whole.rstrip())
         begin = end - len(said) if through[:end].endswith(said) else end - len(common(said[::-1], through[:end][::-1]))
         if begin > end - len(said):
             begin = self.after(through, begin, said[: len(said) - (end - begin)], end)

@@ -194,15 +194,20 @@ def synchronise(path: Path) -> None:
 
 
 @contextmanager
-def opened_alone(path: Path) -> Iterator[BinaryIO]:
-    """`path` to append to, unbuffered, which no other process has open so. ValueError: one has, or it is no file."""
+def opened_alone(path: Path, named: Path | None = None) -> Iterator[BinaryIO]:
+    """`path` to append to, unbuffered, which no other process has open so. ValueError: one has, or it is no file.
+
+    named: what the user named, None for the folder that `path` lies in.
+    """
     if path.exists() and not path.is_file():  # a FIFO would wait for its reader
         raise ValueError(f"{path} is no regular file; remove it")
     with open(path, "ab", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process writes into {path.parent}; wait for it, or name another") from None
+            raise ValueError(
+                f"another process writes into {named or path.parent}; wait for it, or name another"
+            ) from None
         yield file
 
 

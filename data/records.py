@@ -14,6 +14,7 @@ ROLES = {"human": "user", "gpt": "assistant", "model": "assistant", "function": 
 ROLES |= {role: role for role in ("system", "user", "assistant", "tool")} | {"developer": "system"}
 CALLS = "function_call"  # ShareGPT's role of an assistant turn that calls tools
 NO_ID = f"{MARK}id{MARK}"
+CUT = "length"  # the `finish_reason` of a message that the target did not end
 NO_CALLS = "the template renders no tool calls"
 UNANSWERED = "conversations cut behind their last answer"
 
@@ -34,6 +35,17 @@ def arguments_of(record, given: dict) -> dict:
 
 def read_chat(record, grammar: Grammar) -> tuple[Chat, list[str]]:
     """The conversation of a record up to its last answer, and what is to be noted about it."""
+    messages, learned, tools = read_whole(record, grammar)
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise Skip("no assistant turn")
+    end = len(roles) - roles[::-1].index("assistant")
+    if not any(x for x, role in zip(learned, roles, strict=True) if role == "assistant"):
+        raise Skip("every assistant turn has weight 0")
+    return Chat(messages[:end], learned[:end], tools), [UNANSWERED] * (end < len(roles))
+
+
+def read_whole(record, grammar: Grammar) -> Chat:
     turns, asked = turns_of(record)
     messages = [read_message(turn, grammar) for turn in turns]
     learned = [n >= asked and read_weight(turn) for n, turn in enumerate(turns)]
@@ -42,17 +54,11 @@ def read_chat(record, grammar: Grammar) -> tuple[Chat, list[str]]:
         raise Skip("a system prompt that is not text")
     if system is not None and messages and messages[0]["role"] != "system":
         messages, learned = [{"role": "system", "content": system}, *messages], [False, *learned]
-    roles = [message["role"] for message in messages]
     if not any(m["content"] or m.get("tool_calls") or m.get("reasoning_content") for m in messages):
         raise Skip("empty")
-    if set(roles) == {"system"}:
+    if {message["role"] for message in messages} == {"system"}:
         raise Skip("a system prompt alone")
-    if "assistant" not in roles:
-        raise Skip("no assistant turn")
-    end = len(roles) - roles[::-1].index("assistant")
-    if not any(x for x, role in zip(learned, roles, strict=True) if role == "assistant"):
-        raise Skip("every assistant turn has weight 0")
-    return Chat(messages[:end], learned[:end], read_tools(record)), [UNANSWERED] * (end < len(roles))
+    return Chat(messages, learned, read_tools(record))
 
 
 def turns_of(record) -> tuple[list, int]:
@@ -110,7 +116,7 @@ def read_message(turn, grammar: Grammar) -> dict:
     if not isinstance(reasoning, str | None):
         raise Skip("reasoning that is not text")
     if reasoning is None:
-        reasoning, message["content"] = inline_reasoning(content, grammar)
+        reasoning, message["content"] = inline_reasoning(content, grammar, turn.get("finish_reason") == CUT)
     if reasoning is not None:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}  # under both names, as engines give it
     calls = turn.get("tool_calls")
@@ -121,11 +127,11 @@ def read_message(turn, grammar: Grammar) -> dict:
     return message
 
 
-def inline_reasoning(content: str, grammar: Grammar) -> tuple[str | None, str]:
-    """What of an answer is its reasoning, and the rest."""
+def inline_reasoning(content: str, grammar: Grammar, is_cut: bool = False) -> tuple[str | None, str]:
+    """What of an answer is its reasoning, and the rest. is_cut: a block that begins may never close."""
     if grammar.close is None:
         return None, content
-    if grammar.close in content:  # as it came out of the target
+    if grammar.close in content or is_cut and content.lstrip().startswith(grammar.open):  # as it came out of the target
         reasoning, _, answer = content.partition(grammar.close)
         answer = answer.removeprefix(grammar.lead) if grammar.lead.strip() else answer
         return reasoning.lstrip().removeprefix(grammar.open), answer

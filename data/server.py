@@ -7,13 +7,16 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from email.utils import parsedate_to_datetime
 
 ANSWER = 64 << 20  # bytes of an answer that are read
 AT_ONCE = 64  # requests in flight
-WAITS = (0.5, 1, 2, 4)  # seconds before a request is made again
+WAITS = (1, 2, 4, 8, 16, 32, 60)  # seconds before a request is made again
+LONGEST = 600.0  # of them, where a server asks for more
 REFUSALS = (400, 413, 422)  # of HTTP: the request is no good, whenever it is made
+PASSING = (408, 409, 425, 429)  # and all from 500 on: another time it may be answered
 WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
 
 
@@ -35,17 +38,35 @@ def check_url(url: str) -> None:
     raise ValueError(f"{url!r} is no address of a running server; one as in http://localhost:8000 is wanted")
 
 
-def ask(url: str, body: dict | None = None) -> dict:
+def ask(url: str, body: dict | None = None, timeout: float = 600) -> dict:
+    """timeout: seconds without a byte of the answer."""
     data = None if body is None else json.dumps(body).encode()
     with answering(url):
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            text = answer.read(ANSWER + 1)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
+                text = answer.read(ANSWER + 1)
+        except urllib.error.HTTPError as error:
+            raise Status(error) from None
         if len(text) > ANSWER:
             raise ValueError(f"an answer of more than {ANSWER:,} bytes")
         if not isinstance(said := json.loads(text), dict):
             raise TypeError(f"the answer is a {type(said).__name__}")
         return said
+
+
+class Status(OSError):
+    """An answer that is an error: its code, its words as servers of several kinds put them, its Retry-After."""
+
+    def __init__(self, error: urllib.error.HTTPError):
+        self.code, self.later, words = error.code, error.headers.get("Retry-After"), ""
+        with suppress(*WRONG):
+            words = error.read(1 << 16).decode(errors="replace")
+            answer = json.loads(words)
+            inner = answer.get("error", answer)
+            words = str(inner["message"] if isinstance(inner, dict) else inner)
+        self.words = " ".join((words or error.reason).split())
+        super().__init__(f"{self.code}, {self.words}")
 
 
 class Away(ValueError):
@@ -56,27 +77,36 @@ class Refused(Exception):
     """A server says that a request is no good."""
 
 
-def ask_again(url: str, body: dict) -> dict:
-    """`ask`, for seconds on while the server fails or is away."""
+def ask_again(url: str, body: dict, read: Callable = lambda answer: answer, timeout: float = 600):
+    """read(`ask`), again for two minutes while the server fails, is busy or away, or says what `read` finds WRONG.
+
+    Refused: it will never take this request. ValueError: it answers none, or none of so many tries.
+    """
     for wait in (*WAITS, None):
         try:
-            return ask(url, body)
+            answer = ask(url, body, timeout)
+            with answering(url):
+                return read(answer)
         except ValueError as error:
-            status = getattr(error.__cause__, "code", 0)
-            if status in REFUSALS:
-                raise Refused(message_of(error.__cause__)) from None
-            if wait is None or not (isinstance(error, Away) or status == 429 or status >= 500):
+            status = error.__cause__ if isinstance(error.__cause__, Status) else None
+            if status and status.code in REFUSALS:
+                raise Refused(reason_of(status)) from None
+            if wait is None or status and status.code not in PASSING and status.code < 500:
                 raise
-            time.sleep(wait)
+            time.sleep(max(wait, asked_wait(status and status.later)))
 
 
-def message_of(error: urllib.error.HTTPError) -> str:
-    """What the server says of a refusal, without what it quotes: that is another one's in every conversation."""
-    text = error
-    with suppress(*WRONG):
-        text = error.read(1 << 16).decode(errors="replace")
-        text = json.loads(text)["error"]["message"]
-    text = " ".join(str(text).split())
+def asked_wait(value: str | None) -> float:
+    """Seconds that a Retry-After asks for, as a number or a date; 0 without one."""
+    for read in (float, lambda text: parsedate_to_datetime(text).timestamp() - time.time()):
+        with suppress(*WRONG):
+            return min(max(0.0, read(value)), LONGEST)  # 0 for a NaN
+    return 0.0
+
+
+def reason_of(status: Status) -> str:
+    """What the server says of a refusal, without what it quotes and counts: those are others in every conversation."""
+    text = re.sub(r"\d+", "N", status.words)
     return (re.split("[`{]", text)[0].strip() or text)[:100].encode(errors="replace").decode()
 
 
@@ -87,7 +117,7 @@ def answering(url: str) -> Iterator[None]:
         yield
     except WRONG as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        gone = isinstance(error, OSError | http.client.HTTPException) and not hasattr(error, "code")
+        gone = isinstance(error, OSError | http.client.HTTPException) and not isinstance(error, Status)
         raise (Away if gone else ValueError)(
             f"{url} does not answer as vLLM does ({reason}); is the server up, does it fit the text?"
         ) from error

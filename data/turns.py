@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from data.grammar import CLOSE, MARK, OPEN, Grammar, common
-from data.records import Chat, check_calls, marked
+from data.records import CUT, Chat, check_calls, marked
 from data.rendering import Skip
 
 REWRITTEN = "the template renders the prompt differently once it is answered"
@@ -19,9 +19,10 @@ class Turn(NamedTuple):
     """What an engine is given, and what the target says to it, its end of turn included: `said` and `stop`."""
 
     prompt: str
-    through: str  # the answered turn rendered, which ends as `said` does, blanks aside
+    through: str  # the answered turn rendered, which ends as `said` does, blanks and `behind` aside
     said: str
     stop: str
+    behind: str = ""  # what the template writes behind a turn that was cut, though the target never said it
 
 
 class Turns:
@@ -62,6 +63,8 @@ class Turns:
             raise Skip(NO_ANSWER)
         if calls:
             check_calls(self.render([*before, marked(message)]), calls)
+        if message.get("finish_reason") == CUT:
+            return Turn(prompt, through, *self.unended(said, through, i))
         end = said.rstrip()
         said = end if end.endswith(self.ends) else said  # a blank behind the end of turn is never said
         return Turn(prompt, through, said, self.grammar.stops[bool(calls)])
@@ -112,6 +115,23 @@ class Turns:
             return reasoning.removeprefix(blank) + grammar.close + rest  # the blank may be in both
         indent = "" if block is None else block[: len(block) - len(block.lstrip())]
         return indent + grammar.open + reasoning + grammar.close + rest
+
+    def unended(self, said: str, through: str, i: int) -> tuple[str, str, str]:
+        """`said`, `stop` and `behind` of a turn that was cut."""
+        message, before = self.chat.messages[i], self.chat.messages[:i]
+        if message.get("tool_calls"):
+            raise Skip("a turn that was cut at its tool calls")
+        names = ("content",) if message["content"].strip() else ("reasoning_content", "reasoning")
+        cut = self.render([*before, message | {name: message[name] + MARK for name in names}])
+        behind = cut.rpartition(MARK)[2] if MARK in cut else through
+        if names == ("content",) and said.endswith(behind):
+            return said.removesuffix(behind), "", behind
+        if len(names) > 1 and self.grammar.close is not None:
+            thought, found, _ = said.partition(self.grammar.close)
+            thought, also, _ = thought.rpartition(reasoning := message["reasoning_content"].strip())
+            if found and also:
+                return thought + reasoning, "", behind
+        raise Skip("a turn that was cut, whose end the template does not show")
 
     def parted(self, body: str, state: str, reasoning: str | None) -> tuple[str | None, str]:
         """A rendered turn's thinking block without its closing tag, and the rest; None: there is no block."""

@@ -159,7 +159,9 @@ def chats(thinks: bool, calls: bool) -> list[dict]:
         several.append(
             [*turns("Q"), first, {"role": "tool", "content": "Oslo", "tool_call_id": "n0"}, *turns("", "A")[1:]]
         )
-    records = [{"messages": chat} for chat in several]
+    cut = [[*chat[:-1], chat[-1] | {"finish_reason": "length"}] for chat in several]
+    cut.append([*turns("Q"), {"role": "assistant", "content": "", "reasoning": "hm 日", "finish_reason": "length"}])
+    records = [{"messages": chat} for chat in several + cut]
     records.append({"messages": [m | {"weight": int(i == 3)} for i, m in enumerate(turns("Q", "A", "P", "B"))]})
     return [*records, {"prompt": "Q", "completion": "A"}, GOOD | {"chat_template_kwargs": {"thinking": True}}, {"x": 1}]
 

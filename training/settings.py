@@ -12,7 +12,7 @@ import torch
 
 from data.files import read_json
 from data.rendering import read_arguments
-from data.server import check_url
+from data.server import AT_ONCE, check_url
 from draft_deepseek import BLOCK, default_chunk
 from states.read import is_captured
 from training.sources import TINY
@@ -36,10 +36,14 @@ BOUNDS = {  # both ends are allowed
     "decode_prompts": (0, MOST),
     "decode_tokens": (2, 1 << 16),
     "seed": (0, (1 << 64) - 1),  # torch.manual_seed's, of which numpy takes what is not negative
+    "at_once": (1, 4096),
+    "temperature": (0, 10),
+    "top_p": (0.001, 1),
     "warmup": (0, 1),
     "weight_decay": (0, 10),
 }
 BETWEEN = {"held_out": (0, 1), "lr": (0, 10), "clip": (0, math.inf), "follow_gb": (0, 1e9)}  # both ends are not
+BETWEEN |= {"timeout": (0, 1e6)}
 CHECKS = {"template_args": read_arguments, "render": check_url}
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
 NAME_LENGTH = 200  # bytes; file systems take 255, and the run's own files add to it
@@ -115,7 +119,22 @@ class Settings:
     export_dtype: str = option("bfloat16", "evaluation", "of the saved draft", ("bfloat16", "float32"))
 
 
+@dataclass
+class Regeneration:
+    """Of --regenerate, not of a run."""
+
+    at_once: int = option(AT_ONCE, "regenerate", "conversations in flight")
+    temperature: float | None = option(
+        None, "regenerate", "None: of --model's generation_config.json, else the server's"
+    )
+    top_p: float | None = option(None, "regenerate", "as --temperature")
+    max_new_tokens: int | None = option(None, "regenerate", "of a turn, which is cut there; None: the server's limit")
+    drop_cut: bool = option(False, "regenerate", "drop turns cut by length, which are learned up to the cut otherwise")
+    timeout: float = option(1800.0, "regenerate", "seconds for an answer, before it is asked for again")
+
+
 FIELDS = {f.name: f for f in dataclasses.fields(Settings)}
+OF_COMMANDS = {f.name: f for f in dataclasses.fields(Regeneration)}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -147,9 +166,11 @@ def make_parser(description: str | None = None) -> OneLineParser:
     commands.add_argument("--send", nargs=2, type=as_text, metavar=("URL", "DIR"), help=help_send)
     help_plot = "draw what runs logged into OUT.png, or else runs.png, and stop"
     commands.add_argument("--plot", nargs="+", type=as_path, metavar="RUN [OUT.png]", help=help_plot)
+    help_regenerate = "have the server at URL answer --data anew, into the file OUT, and stop"
+    commands.add_argument("--regenerate", nargs=2, type=as_text, metavar=("URL", "OUT"), help=help_regenerate)
     commands.add_argument("--dry-run", action="store_true", help="say what the run would need, and stop")
     groups = {}
-    for f in FIELDS.values():
+    for f in (FIELDS | OF_COMMANDS).values():
         group = f.metadata["group"]
         groups[group] = groups.get(group) or parser.add_argument_group(group)
         text = f"{f.metadata['help']} (default {f.default})"
@@ -192,6 +213,9 @@ def parse(argv=None, description: str | None = None) -> tuple[Settings, argparse
             args = parser.parse_args(argv)
         values = vars(args)
         given = Settings(**{name: values.pop(name) for name in FIELDS})
+        args.regeneration = Regeneration(**{name: values.pop(name) for name in OF_COMMANDS})
+        if args.regeneration != Regeneration() and not args.regenerate:
+            raise ValueError(f"{', '.join(map(flag, OF_COMMANDS))} say how to --regenerate; give that as well")
         check_together(given)
     except ValueError as error:
         parser.error(str(error))
@@ -213,7 +237,7 @@ def read_settings(path: Path) -> dict:
 
 def check_each(args: argparse.Namespace) -> None:
     """ValueError: a flag whose value cannot be right, whatever the others say."""
-    for name, f in FIELDS.items():
+    for name, f in (FIELDS | OF_COMMANDS).items():
         if complaint := misfit(f, getattr(args, name)):
             raise ValueError(f"{flag(name)} {complaint}")
     name = args.name
