@@ -117,6 +117,9 @@ class Eagle3MLAConfig(PretrainedConfig):
                 "no rope_theta, neither at the config's top level nor in rope_parameters; copy the target's"
             )
         if rope["rope_type"] == "yarn":
+            if rope.get("attention_factor") == 1.0:  # Mistral: nothing but the frequencies is scaled
+                rope |= {"mscale": 0.0, "mscale_all_dim": 0.0}
+                del rope["attention_factor"]
             missing = [key for key in ("factor", "original_max_position_embeddings") if rope.get(key) is None]
             if missing or rope.get("attention_factor") is not None:
                 raise ValueError(

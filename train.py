@@ -5,6 +5,7 @@
     python train.py --name NAME --resume                      # go on after an interruption, exactly
     torchrun --nproc-per-node 8 train.py --target kimi-k3     # one process per GPU
     python train.py --export runs/NAME/checkpoints/step-00000300 OUT
+    python train.py --plot runs/A runs/B                      # runs over one another, in runs.png
 
 `main` is the table of contents. Exit codes: 0 done, 1 the disk failed and 130 interrupted (both resumable), 2 a value
 that cannot be used.
@@ -49,10 +50,12 @@ from target.model import Target, load_tokenizer
 from training.compiling import autocast, compile_loss, flex_compiles
 from training.drafts import export, load_checkpoint, load_draft, make_draft, newest_checkpoint, save_checkpoint, trimmed
 from training.evaluation import decode_for_real, evaluate
+from training.plotting import outputs, plot
 from training.ranks import Ranks, join_ranks
 from training.rows import Batch, FollowedRows, Rows, make_rows
 from training.settings import DRAFT_VOCAB, Settings, flag, is_built_in, parse, resolve
 from training.sources import Source, conversations, open_source
+from training.tracking import Track
 
 # ----------------------------------------------------------------------------------------------------------------- main
 
@@ -63,6 +66,8 @@ def main(argv=None) -> None:
     transformers_logging.disable_progress_bar()  # one for every file that is read or written
     if instead.export:
         return export(load_draft(instead.export[0]), Path(instead.export[1]), given.export_dtype)
+    if instead.plot:
+        return plot(*outputs(instead.plot))
     if instead.regenerate:
         return regenerate_conversations(given, instead.regeneration, *instead.regenerate)
     args = resolve(given)
@@ -88,12 +93,14 @@ def main(argv=None) -> None:
         optimizer = make_optimizer(args, [p for p in draft.parameters() if p.requires_grad])
         begin = load_checkpoint(run, draft, optimizer, args.device)
         write_settings(ranks, run, given)  # those that the run really goes on with
-        train(args, ranks, run, loss, rows, optimizer, begin, check)
-        result = check()
-        source.report_unread(args, ranks)
-        if ranks.rank == 0:
-            result |= decode_for_real(args, source, draft)
-            finish(args, run, draft, result)
+        with Track(args.track if ranks.rank == 0 else "off", run, begin[0], dataclasses.asdict(given)) as track:
+            train(args, ranks, run, loss, rows, optimizer, begin, check, track)
+            result = check()
+            source.report_unread(args, ranks)
+            if ranks.rank == 0:
+                result |= decode_for_real(args, source, draft)
+                finish(args, run, draft, result)
+                track.write("held_out", result)
 
 
 def finish(args: Settings, run: Path, draft: nn.Module, result: dict) -> None:
@@ -250,7 +257,15 @@ BAD_STEPS = 10  # so many in a row are skipped before a run gives up
 
 
 def train(
-    args: Settings, ranks: Ranks, run: Path, loss: TTTLoss, rows: Rows | FollowedRows, optimizer, begin, check: Callable
+    args: Settings,
+    ranks: Ranks,
+    run: Path,
+    loss: TTTLoss,
+    rows: Rows | FollowedRows,
+    optimizer,
+    begin,
+    check: Callable,
+    track: Track,
 ) -> None:
     """All optimizer steps that are left. SIGINT and SIGTERM end it after a checkpoint, by KeyboardInterrupt.
 
@@ -260,7 +275,7 @@ def train(
     done, consumed = begin
     steps = args.steps or done + rows.steps_after(consumed, args.accumulate * ranks.world)
     ranks.share(loss)
-    log = Log(args, ranks, run, done, steps)
+    log = Log(args, ranks, run, done, steps, track)
     saved = done
     with Interruption(rows.stop) as interruption, contextlib.closing(rows.windows(consumed, ranks)) as windows, log:
         for step in log.steps():
@@ -300,8 +315,9 @@ class Log:
     ValueError after BAD_STEPS steps in a row whose gradient was not finite, with the data they were made from.
     """
 
-    def __init__(self, args: Settings, ranks: Ranks, run: Path, done: int, steps: int):
+    def __init__(self, args: Settings, ranks: Ranks, run: Path, done: int, steps: int, track: Track):
         self.args, self.ranks, self.run, self.done, self.total, self.last = args, ranks, run, done, steps, done
+        self.track = track
         self.empty, self.bad, self.start, self.first = 0, 0, time.perf_counter(), ranks.rank == 0
 
     def __enter__(self):
@@ -333,6 +349,7 @@ class Log:
         line["tokens_per_second"], self.start = line["supervised"] / (now - self.start), now
         if self.first:
             self.append(0, {"step": step} | line)
+            self.track.write("train", line, step)
             speed = f"{line['tokens_per_second']:,.0f}"
             self.bar.set_postfix(loss=f"{line['loss']:.3f}", accept=f"{line['accept_length']:.2f}", supervised_s=speed)
             seen = step - self.done
@@ -354,6 +371,7 @@ class Log:
     def evaluation(self, step: int, result: dict) -> None:
         if self.first:
             self.append(1, {"step": step} | result)
+            self.track.write("held_out", result, step)
             lengths = "; ".join(f"{kind} {found}" for kind, found in lengths_of(result).items())
             tqdm.write(f"step {step}, on held-out text: {lengths}")
         self.start = time.perf_counter()

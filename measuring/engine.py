@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from measuring.decoding import load_prompts, open_run, unique_bigrams
-from serving.decode import Drafter, choose_verifier, speculative
+from measuring.decoding import load_prompts, open_run
+from serving.decode import Drafter, choose_verifier, speculative, unique_bigrams
 from target.model import Target
 from training.entry import ending
 from training.settings import OneLineParser, as_path, as_text

@@ -13,6 +13,8 @@ import sys
 ALONE = {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ALONE |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 
+DENSE = "IN_ENGINE_DENSE"  # a variable of the environment: latents of another width than vLLM's kernels
+
 
 def main(request: dict) -> dict:
     """Per prompt the new tokens, the rounds and, from one process, the draft's logits [steps, draft vocabulary]; the
@@ -20,8 +22,6 @@ def main(request: dict) -> dict:
     import torch
     from vllm import LLM, SamplingParams
 
-    if request["any_latent"]:
-        attend_densely()
     logits, unfilled = watch(request["architecture"]) if request["ranks"] == 1 else ([], None)
     speculative = {"method": "eagle3", "model": request["draft"], "num_speculative_tokens": request["k"]}
     one = {"max_num_seqs": 1, "enable_prefix_caching": False, "disable_log_stats": False}  # its counters are wanted
@@ -55,7 +55,9 @@ def rounds(llm) -> int:
 def watch(architecture: str) -> tuple[list, list]:
     """Lists that fill with the draft's logits, and with the names of parameters that loading leaves as they were."""
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.plugins import load_general_plugins
 
+    load_general_plugins()
     kind, logits, unfilled = ModelRegistry._try_load_model_cls(architecture), [], []
     compute, load = kind.compute_logits, kind.load_weights
 
@@ -77,6 +79,9 @@ def watch(architecture: str) -> tuple[list, list]:
 
 
 def attend_densely() -> None:
+    import torch
+
+    torch.cpu._is_amx_tile_supported = lambda: False  # that backend takes neither float32 nor narrow heads
     from vllm import _custom_ops
     from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -102,7 +107,10 @@ if __name__ == "__main__":
     os.environ.update({name: os.environ.get(name, value) for name, value in ALONE.items()})
     if request["ranks"] == 1:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that what is watched is in this process
+    os.environ[DENSE] = "1" if request["any_latent"] else ""
+if __name__ in ("__main__", "__mp_main__") and os.environ[DENSE]:  # in vLLM's own processes as well, which import this
+    attend_densely()
+if __name__ == "__main__":
     import torch
 
-    torch.cpu._is_amx_tile_supported = lambda: False  # that backend takes neither float32 nor narrow heads
     torch.save(main(request), out)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from data.files import INDEX, Damaged, check_finite, naming, read_json, shapes_in, weight_map
 from draft_deepseek import RMSNorm
-from target.model import Target, check_directory, load_tokenizer
+from target.model import Target, check_directory, load_tokenizer, usual_names
 
 LAYOUTS = (  # how checkpoints name the text model, and its head
     ("model.", "lm_head."),
@@ -77,7 +77,7 @@ def load_ends(path, device="cpu", dtype=None, trust_remote_code=False) -> Target
 
 def text_config(path: Path) -> dict:
     outer = read_json(path / "config.json", ())
-    config = dict(outer.get("text_config") or outer)
+    config = usual_names(dict(outer.get("text_config") or outer))
     if missing := [key for key in REQUIRED if config.get(key) is None]:
         raise ValueError(f"{path / 'config.json'} lacks {', '.join(missing)}; copy the target's own")
     # often at the outer level alone

@@ -32,7 +32,7 @@ class Target:
     def __init__(self, model: nn.Module, aux_layers=None, tokenizer=None):
         self.model = model.eval().requires_grad_(False)
         self.config, self.tokenizer = model.config.get_text_config(), tokenizer
-        self.backbone, self.layers = find_layers(model, self.config.num_hidden_layers)
+        self.backbone, self.layers = find_layers(model, layer_count(self.config))
         self.aux_layers = check_aux_layers(aux_layers, len(self.layers))
         self.embed_tokens, self.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self.hidden_size, self.vocab_size = self.config.hidden_size, self.lm_head.weight.shape[0]
@@ -160,6 +160,19 @@ def find_layers(model: nn.Module, n: int) -> tuple[nn.Module, nn.ModuleList]:
     raise ValueError(f"no list of {n} decoder layers in a {type(model).__name__}; a target is a decoder-only causal LM")
 
 
+USUAL = {"num_layers": "num_hidden_layers", "ffn_hidden_size": "intermediate_size"}  # of LongCat-Flash
+
+
+def usual_names(config: dict) -> dict:
+    """A target's config.json with the names that most have."""
+    return config | {name: config[own] for own, name in USUAL.items() if config.get(own) is not None}
+
+
+def layer_count(config) -> int:
+    """Decoder layers; LongCat-Flash's have two attentions each, which transformers counts as two hidden layers."""
+    return getattr(config, "num_layers", None) or config.num_hidden_layers
+
+
 def default_aux_layers(n: int) -> tuple[int, int, int]:
     """Output ids of what engines capture when a draft names no layers (they count by input: 2, n//2, n-3)."""
     return 1, n // 2 - 1, n - 4
@@ -192,7 +205,7 @@ def load_target(path, aux_layers=None, trust_remote_code=False, device="cpu", dt
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else "auto")
     try:
         config = AutoConfig.from_pretrained(path, **local)
-        layers = config.get_text_config().num_hidden_layers
+        layers = layer_count(config.get_text_config())
     except Exception as error:  # whatever a damaged file provokes in the readers of several formats
         raise unreadable(path, error) from error
     check_aux_layers(aux_layers, layers)  # before gigabytes are read

@@ -272,9 +272,7 @@ def real(preset, **config):
     [("deepseek-v3", 0.1352338, 128), ("kimi-k2", 192**-0.5 * 1.8133, 64), ("kimi-k2.5", 0.1446796, 64)],
 )
 def test_presets_have_the_published_shapes_and_scales(preset, scale, heads):
-    config = draft_config(
-        SimpleNamespace(draft="auto", target=preset, fc_norm=False, norm_output=False), real(preset), None
-    )
+    config = draft_config(Settings(target=preset), real(preset), None)
     with torch.device("meta"):
         draft = DeepseekV3Eagle3DraftModel(config | {"draft_vocab_size": 32000})
     attention = draft.model.layers[0].self_attn
@@ -283,17 +281,16 @@ def test_presets_have_the_published_shapes_and_scales(preset, scale, heads):
 
 
 def test_a_preset_says_what_a_targets_config_does_not():
-    given = SimpleNamespace(draft="auto", target="kimi-k3", fc_norm=False, norm_output=False)
-    config = draft_config(given, real("kimi-k3", max_position_embeddings=None, intermediate_size=99), None)
+    k3 = real("kimi-k3", max_position_embeddings=None, intermediate_size=99)
+    config = draft_config(Settings(target="kimi-k3"), k3, None)
     assert config["max_position_embeddings"] == 1048576 and config["intermediate_size"] == 99
 
 
 def test_a_kimi_k3_target_has_two_kinds_of_drafts():
-    given = SimpleNamespace(draft="auto", target="kimi-k3", fc_norm=False, norm_output=False)
     with torch.device("meta"):
-        k3 = KimiK3Eagle3DraftModel(draft_config(given, real("kimi-k3"), None))
-        given.draft = "deepseek"
-        served = DeepseekV3Eagle3DraftModel(draft_config(given, real("kimi-k3"), None))
+        k3 = KimiK3Eagle3DraftModel(draft_config(Settings(target="kimi-k3"), real("kimi-k3"), None))
+        served = Settings(target="kimi-k3", draft="deepseek")
+        served = DeepseekV3Eagle3DraftModel(draft_config(served, real("kimi-k3"), None))
     assert k3.model.layers[0].self_attn.g_proj.weight.shape == (96 * 128, 2 * 7168)
     assert served.model.layers[0].self_attn.o_proj.weight.shape == (7168, 64 * 128)
     assert served.model.layers[0].mlp.up_proj.weight.shape == (18432, 7168)
@@ -315,7 +312,9 @@ def test_a_draft_for_engines_trains_on_the_tiny_kimi_k3(runs):
 def test_without_q_lora_a_draft_trains_and_its_export_says_what_engines_lack(runs, tiny, tmp_path):
     config = tiny.config | {"q_lora_rank": None}
     target = SimpleNamespace(config=SimpleNamespace(to_dict=lambda: config), lm_head=tiny.lm_head, special_token_ids=[])
-    draft = make_draft(settings(runs), tiny._replace(target=target), 96)
+    source = tiny._replace(target=target)
+    assert make_draft(settings(runs), source, 96).config.q_lora_rank == 128  # the hidden size, under 1536
+    draft = make_draft(settings(runs, q_lora_rank=0), source, 96)
     assert draft.model.layers[0].self_attn.q_proj.weight.requires_grad
     with pytest.raises(ValueError, match="q_lora_rank"):
         export(draft, tmp_path / "out", "float32")

@@ -25,7 +25,14 @@ from training.sources import Source
 
 # ------------------------------------------------------------------------------------------------------------- presets
 
-MLA = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
+Q_LORA_RANK = 1536  # of a draft whose target has none (DeepSeek-V2-Lite, Moonlight)
+MLA = {
+    "q_lora_rank": Q_LORA_RANK,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}
 SITU = {"mla_use_nope": True, "mla_use_output_gate": True}
 SITU |= {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
@@ -54,6 +61,8 @@ def yarn(theta: float, factor: float, beta_fast: float) -> dict:
 
 
 KIMI = 163839, 163584  # pad, bos
+# Of the first release of each: DeepSeek-V3 (R1, V3.1 and V3.2 have its shape), Kimi K2 of July 2025 (K2-0905 and
+# K2-Thinking go on to 262,144 by factor 64), K2.5 (K2.6 has its shape), K3. What --model says comes first.
 PRESETS = {
     "deepseek-v3": preset(61, 129280, 128, 18432, 1e-6, 163840, None, 0, 1, **yarn(1e4, 40.0, 32.0)),
     "kimi-k2": preset(61, 163840, 64, 18432, 1e-6, 131072, *KIMI, 163585, **yarn(5e4, 32.0, 1.0)),
@@ -132,6 +141,7 @@ def draft_config(args, source: Source, start: dict | None) -> dict:
     nope = has_no_rope(config) if args.draft == "auto" else args.draft == "kimi-k3"
     if has_no_rope(config) and not nope:
         config |= ROPE_FOR_K3 | ({} if source.is_tiny else SHAPE_FOR_K3)
+    config |= asked_shape(args, config, start)
     if start is not None:
         check_start(start, nope, source, target)
         rotates = any(start.get(key) for key in rope_of(start))
@@ -146,6 +156,22 @@ def draft_config(args, source: Source, start: dict | None) -> dict:
         "norm_output": config.get("norm_output", False) or args.norm_output,
         "eagle_aux_hidden_state_layer_ids": None if is_default else [j + 1 for j in source.aux_layers],  # as engines do
     }
+
+
+def asked_shape(args, config: dict, start: dict | None) -> dict:
+    """Sizes that the options ask for, or that a target of `config` lacks: engines load no draft without q_lora_rank.
+    ValueError: a draft to start from has others."""
+    heads = args.heads
+    asked = {"num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": args.intermediate_size}
+    asked = {key: size for key, size in asked.items() if size is not None}
+    if args.q_lora_rank is not None:
+        asked["q_lora_rank"] = args.q_lora_rank or None
+    if start is None:
+        lacking = {} if config.get("q_lora_rank") else {"q_lora_rank": min(Q_LORA_RANK, config["hidden_size"])}
+        return lacking | asked
+    if wrong := [f"{key} {start[key]}, not {size}" for key, size in asked.items() if start.get(key, size) != size]:
+        raise ValueError(f"--init has {', '.join(wrong)} as the options ask; leave them out, or begin without --init")
+    return {}
 
 
 def check_start(start: dict, nope: bool, source: Source, target: dict) -> None:

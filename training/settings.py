@@ -16,6 +16,7 @@ from data.server import AT_ONCE, check_url
 from draft_deepseek import BLOCK, default_chunk
 from states.read import is_captured
 from training.sources import TINY
+from training.tracking import MODULES, load
 
 # What a setting left at None becomes: with the built-in target (minutes on two cores; held-out accept length at 7 steps
 # above 3.0 for deepseek-v3 and 2.5 for kimi-k3), and with a model of your own.
@@ -27,6 +28,7 @@ DRAFT_VOCAB = {"built-in": 96, "model": 32_000}  # where neither --draft-vocab n
 MOST = 1_000_000_000  # of every whole number that says nothing else
 BOUNDS = {  # both ends are allowed
     "ttt_steps": (1, 64),
+    "q_lora_rank": (0, MOST),
     "row_tokens": (1, 1 << 20),  # the longest context of any preset
     "batch_rows": (1, 4096),
     "accumulate": (1, 1 << 16),
@@ -75,6 +77,7 @@ class Settings:
     runs: str = option("runs", "run", "folder of all runs and of the built-in targets")
     save_every: int = option(500, "run", "steps between checkpoints")
     keep: int = option(2, "run", "checkpoints kept")
+    track: str = option("off", "run", "show the run's numbers there as well", ("off", *MODULES))
     seed: int = option(0, "run", "of weights and data order")
     device: str = option("auto", "run", "cuda, cpu, ...; auto: cuda where there is one")
     precision: str = option("auto", "run", "of the compute; parameters stay float32", ("auto", "float32", "bfloat16"))
@@ -86,6 +89,11 @@ class Settings:
     draft: str = option("auto", "draft", "auto: as the target attends", ("auto", "deepseek", "kimi-k3"))
     init: str | None = option(None, "draft", "start from this draft: a directory or a .safetensors file")
     draft_vocab: str | None = option(None, "draft", "how many tokens it can say, 0 for all, or a file that maps them")
+    q_lora_rank: int | None = option(
+        None, "draft", "rank of its queries; None: the target's, else 1536; 0: none, which no engine loads"
+    )
+    heads: int | None = option(None, "draft", "attention heads; None: the target's")
+    intermediate_size: int | None = option(None, "draft", "width of its MLP; None: that of the target's dense layers")
     fc_norm: bool = option(False, "draft", "norm each auxiliary state (EAGLE-3.1)")
     norm_output: bool = option(False, "draft", "carry normed states from step to step (EAGLE-3.1)")
     loss: str = option(
@@ -156,6 +164,8 @@ def make_parser(description: str | None = None) -> OneLineParser:
     )
     help_send = "have the vLLM at URL write those into DIR, and stop"
     commands.add_argument("--send", nargs=2, type=as_text, metavar=("URL", "DIR"), help=help_send)
+    help_plot = "draw what runs logged into OUT.png, or else runs.png, and stop"
+    commands.add_argument("--plot", nargs="+", type=as_path, metavar="RUN [OUT.png]", help=help_plot)
     help_regenerate = "have the server at URL answer --data anew, into the file OUT, and stop"
     commands.add_argument("--regenerate", nargs=2, type=as_text, metavar=("URL", "OUT"), help=help_regenerate)
     commands.add_argument("--dry-run", action="store_true", help="say what the run would need, and stop")
@@ -294,6 +304,7 @@ def check_together(args: Settings) -> None:
         raise ValueError(f"--chat-template {args.chat_template} does not exist; a file of a chat template is wanted")
     if args.chat_template and args.render:
         raise ValueError("--chat-template says how to render here, --render has a server do it by its own; give one")
+    load(args.track)  # said before anything slow begins
     check_draft_vocab(args.draft_vocab)
     check_device(args.device)
     if resolve(args).device.startswith("cuda") and args.chunk and args.chunk % BLOCK:

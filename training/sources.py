@@ -27,7 +27,7 @@ from states.index import masks_of, read_masks
 from states.read import is_captured, open_captured
 from states.write import bytes_per_token
 from target.ends import TargetEnds, load_ends
-from target.model import Target, check_aux_layers, load_target
+from target.model import Target, check_aux_layers, load_target, usual_names
 from target.tiny import tiny_target
 
 POOL_ROWS = 4  # documents that arrive are packed when they fill so many rows
@@ -68,7 +68,7 @@ class Source(NamedTuple):
 
     @property
     def config(self) -> dict | None:
-        return None if self.target is None else self.target.config.to_dict()
+        return None if self.target is None else usual_names(self.target.config.to_dict())
 
     @property
     def lm_head(self) -> nn.Linear | None:
