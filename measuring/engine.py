@@ -3,9 +3,10 @@
     python -m measuring.engine ENGINE_PYTHON --run runs/NAME --k 3 7
 
 Run by hand; ENGINE_PYTHON is the python of an environment with vLLM 0.32 (and, for a Kimi K3 draft, the plug-in:
-`pip install --no-deps serving/kimi_k3_vllm`). Both decode the same prompts greedily, one at a time: held-out ones of
-which at least half the bigrams are distinct, or those of --prompts. A line per chain length, exit code 1 where the two
-differ. In bfloat16 texts part at near ties of the target's own logits; take float32, of the exported draft as well.
+`pip install --no-deps serving/kimi_k3_vllm`). Both decode the same prompts greedily, one at a time: of held-out ones
+those that the target continues with the most distinct bigrams, or all of --prompts. A line per chain length, exit code
+1 where the two differ. In bfloat16 texts part at near ties of the target's own logits: take float32, of the exported
+draft as well.
 """
 
 import json
@@ -30,8 +31,10 @@ KERNELS = (512, 64)  # kv_lora_rank and qk_rope_head_dim that vLLM's own attenti
 def main(argv=None) -> None:
     args = parse(argv)
     draft, target = open_run(args)
-    prompts = [p for p in load_prompts(args, target) if args.prompts or unique_bigrams([p.tolist()]) >= 0.5]
-    sound = [check(args, k, draft, target, prompts) for k in args.k]
+    texts = [(prompt, target.greedy(prompt, args.new_tokens).tolist()) for prompt in load_prompts(args, target)]
+    if not args.prompts:
+        texts = sorted(texts, key=lambda pair: unique_bigrams([pair[1]]))[-args.most :]
+    sound = [check(args, k, draft, target, texts) for k in args.k]
     if not all(sound):
         sys.exit(1)
 
@@ -43,26 +46,27 @@ def parse(argv):
     parser.add_argument("--model", type=as_text, help="its target's directory; default: the run's own")
     parser.add_argument("--k", nargs="+", type=int, default=[3, 7], help="drafted tokens of a chain, default 3 7")
     parser.add_argument("--prompts", type=as_path, help="a JSON list of token-id lists; default: held-out documents")
-    parser.add_argument("--prompt-count", type=int, default=12, help="held-out documents, default 12")
+    parser.add_argument("--prompt-count", type=int, default=96, help="held-out documents looked at, default 96")
+    parser.add_argument("--most", type=int, default=12, help="of them that are taken, default 12")
     parser.add_argument("--new-tokens", type=int, default=64, help="of every prompt, default 64")
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel; above 1 no logits are seen")
     parser.add_argument("--device", default="cpu", help="of this side, default cpu")
     return parser.parse_args(argv)
 
 
-def check(args, k: int, draft: nn.Module, target: Target, prompts: list[Tensor]) -> bool:
-    """Prints one line of numbers, and whether they are the engine's."""
+def check(args, k: int, draft: nn.Module, target: Target, texts: list[tuple[Tensor, list[int]]]) -> bool:
+    """Prints one line of numbers of prompts and the target's own continuations, and whether they are the engine's."""
+    prompts, own = zip(*texts, strict=True)
     ours = [decode(args, k, draft, target, prompt) for prompt in prompts]
     answer = ask_engine(args, k, draft, target, prompts)
     engine, unfilled = answer["prompts"], answer["unfilled"] or []
-    own = [target.greedy(prompt, args.new_tokens).tolist() for prompt in prompts]
     same = sum(a["tokens"] == b["tokens"] == plain for a, b, plain in zip(ours, engine, own, strict=True))
     rounds = [sum(x["rounds"] for x in side) for side in (ours, engine)]
     errors = [difference(a["logits"], b["logits"]) for a, b in zip(ours, engine, strict=True) if args.ranks == 1]
     print(
         f"{type(draft).__name__}, K {k}, {args.ranks} ranks: {same} of {len(prompts)} texts the same (and greedy), "
-        f"{unique_bigrams(own):.0%} of their bigrams distinct, {unique_bigrams([p.tolist() for p in prompts]):.0%} of "
-        f"the prompts'; rounds {rounds[0]} here, {rounds[1]} in vLLM; logits within {max(errors, default=-1):.1e}; "
+        f"{unique_bigrams(own):.0%} of their bigrams distinct; rounds {rounds[0]} here, {rounds[1]} in vLLM; logits "
+        f"{f'within {max(errors):.1e}' if errors else 'not seen'}; "
         f"parameters that the files left empty: {', '.join(unfilled) or 'none'}",
         flush=True,
     )
