@@ -3,9 +3,10 @@
     python -m measuring.engine ENGINE_PYTHON --run runs/NAME --k 3 7
 
 Run by hand; ENGINE_PYTHON is the python of an environment with vLLM 0.32 (and, for a Kimi K3 draft, the plug-in:
-`pip install --no-deps serving/kimi_k3_vllm`). Both decode the same prompts greedily, one at a time: of held-out ones
-those that the target continues with the most distinct bigrams, or all of --prompts. A line per chain length, exit code
-1 where the two differ. In bfloat16 texts part at near ties of the target's own logits: take float32, of the exported
+`pip install --no-deps serving/kimi_k3_vllm`). Both decode the same prompts greedily, one at a time: all of --prompts,
+or of the held-out ones with at least half of their bigrams distinct those that are continued with the most. (More
+--new-tokens check less where a target soon repeats itself, as the tiny ones do.) A line per chain length, exit code 1
+where the two differ. In bfloat16 texts part at near ties of the target's own logits: take float32, of the exported
 draft as well.
 """
 
@@ -25,15 +26,14 @@ from training.entry import ending
 from training.settings import OneLineParser, as_path, as_text
 
 CLOSE = 1e-4  # largest difference of logits over the largest logit
+VARIED = 0.5  # share of a prompt's bigrams that are distinct, at least
 KERNELS = (512, 64)  # kv_lora_rank and qk_rope_head_dim that vLLM's own attention is made for
 
 
 def main(argv=None) -> None:
     args = parse(argv)
     draft, target = open_run(args)
-    texts = [(prompt, target.greedy(prompt, args.new_tokens).tolist()) for prompt in load_prompts(args, target)]
-    if not args.prompts:
-        texts = sorted(texts, key=lambda pair: unique_bigrams([pair[1]]))[-args.most :]
+    texts = choose(args, target)
     sound = [check(args, k, draft, target, texts) for k in args.k]
     if not all(sound):
         sys.exit(1)
@@ -48,10 +48,21 @@ def parse(argv):
     parser.add_argument("--prompts", type=as_path, help="a JSON list of token-id lists; default: held-out documents")
     parser.add_argument("--prompt-count", type=int, default=96, help="held-out documents looked at, default 96")
     parser.add_argument("--most", type=int, default=12, help="of them that are taken, default 12")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of every prompt, default 64")
+    parser.add_argument("--new-tokens", type=int, default=24, help="of every prompt, default 24")
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel; above 1 no logits are seen")
     parser.add_argument("--device", default="cpu", help="of this side, default cpu")
     return parser.parse_args(argv)
+
+
+def choose(args, target: Target) -> list[tuple[Tensor, list[int]]]:
+    """Prompts and the target's own continuations. ValueError: held-out prompts that all repeat themselves."""
+    prompts = load_prompts(args, target)
+    if not args.prompts:
+        prompts = [prompt for prompt in prompts if unique_bigrams([prompt.tolist()]) >= VARIED]
+        if not prompts:
+            raise ValueError(f"no held-out prompt has {VARIED:.0%} of its bigrams distinct; give others by --prompts")
+    texts = [(prompt, target.greedy(prompt, args.new_tokens).tolist()) for prompt in prompts]
+    return texts if args.prompts else sorted(texts, key=lambda pair: unique_bigrams([pair[1]]))[-args.most :]
 
 
 def check(args, k: int, draft: nn.Module, target: Target, texts: list[tuple[Tensor, list[int]]]) -> bool:
@@ -61,11 +72,13 @@ def check(args, k: int, draft: nn.Module, target: Target, texts: list[tuple[Tens
     answer = ask_engine(args, k, draft, target, prompts)
     engine, unfilled = answer["prompts"], answer["unfilled"] or []
     same = sum(a["tokens"] == b["tokens"] == plain for a, b, plain in zip(ours, engine, own, strict=True))
-    rounds = [sum(x["rounds"] for x in side) for side in (ours, engine)]
+    rounds = [[x["rounds"] for x in side] for side in (ours, engine)]
+    varied = [unique_bigrams(each) for each in (own, [prompt.tolist() for prompt in prompts])]
     errors = [difference(a["logits"], b["logits"]) for a, b in zip(ours, engine, strict=True) if args.ranks == 1]
     print(
         f"{type(draft).__name__}, K {k}, {args.ranks} ranks: {same} of {len(prompts)} texts the same (and greedy), "
-        f"{unique_bigrams(own):.0%} of their bigrams distinct; rounds {rounds[0]} here, {rounds[1]} in vLLM; logits "
+        f"{varied[0]:.0%} of their bigrams distinct, {varied[1]:.0%} of the prompts'; "
+        f"rounds {sum(rounds[0])} here, {sum(rounds[1])} in vLLM; logits "
         f"{f'within {max(errors):.1e}' if errors else 'not seen'}; "
         f"parameters that the files left empty: {', '.join(unfilled) or 'none'}",
         flush=True,
