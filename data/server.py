@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import re
 import time
 import urllib.error
@@ -39,10 +40,12 @@ def check_url(url: str) -> None:
 
 
 def ask(url: str, body: dict | None = None, timeout: float = 600) -> dict:
-    """timeout: seconds without a byte of the answer."""
+    """timeout: seconds without a byte of the answer. A server that wants a key gets $OPENAI_API_KEY."""
     data = None if body is None else json.dumps(body).encode()
     with answering(url):
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if key := os.environ.get("OPENAI_API_KEY"):
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server alone
         try:
             with urllib.request.urlopen(request, timeout=timeout) as answer:
                 text = answer.read(ANSWER + 1)

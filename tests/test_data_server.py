@@ -80,3 +80,19 @@ def test_what_reading_finds_wrong_is_asked_again_and_other_statuses_are_not(ask)
 )
 def test_what_a_server_says_of_an_error_is_one_line(text, said):
     assert server.Status(failed(400, text)).words == said
+
+
+@pytest.mark.parametrize("key", ["sk-1", None])
+def test_a_key_goes_to_the_server_that_was_named_alone(monkeypatch, key):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("OPENAI_API_KEY", key)
+    seen = []
+
+    def urlopen(request, timeout):
+        seen.append(request)
+        return io.BytesIO(b"{}")
+
+    monkeypatch.setattr(server.urllib.request, "urlopen", urlopen)
+    server.ask("http://s/v1", {})
+    assert seen[0].get_header("Authorization") == (key and f"Bearer {key}") and "Authorization" not in seen[0].headers

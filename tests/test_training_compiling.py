@@ -60,6 +60,7 @@ def test_compiled_equals_eager_packed_and_not(variant):
         same(run(compiled, rows), run(eager, rows))
 
 
+@pytest.mark.slow
 def test_fifty_batches_of_one_to_seven_chunks_are_a_graph_each_and_another_without_gradients():
     """Keys and chunk are two graphs; their gradients, in chunks and compiled, are those of the whole row, eager."""
     draft, _ = make_draft("deepseek")
