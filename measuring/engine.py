@@ -49,7 +49,7 @@ def parse(argv):
     parser.add_argument("--prompt-count", type=int, default=96, help="held-out documents looked at, default 96")
     parser.add_argument("--most", type=int, default=12, help="of them that are taken, default 12")
     parser.add_argument("--new-tokens", type=int, default=24, help="of every prompt, default 24")
-    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel; above 1 no logits are seen")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor parallel; from 2 on no logits or loading")
     parser.add_argument("--device", default="cpu", help="of this side, default cpu")
     return parser.parse_args(argv)
 
@@ -70,17 +70,18 @@ def check(args, k: int, draft: nn.Module, target: Target, texts: list[tuple[Tens
     prompts, own = zip(*texts, strict=True)
     ours = [decode(args, k, draft, target, prompt) for prompt in prompts]
     answer = ask_engine(args, k, draft, target, prompts)
-    engine, unfilled = answer["prompts"], answer["unfilled"] or []
+    engine, unfilled = answer["prompts"], answer["unfilled"]
     same = sum(a["tokens"] == b["tokens"] == plain for a, b, plain in zip(ours, engine, own, strict=True))
     rounds = [[x["rounds"] for x in side] for side in (ours, engine)]
     varied = [unique_bigrams(each) for each in (own, [prompt.tolist() for prompt in prompts])]
     errors = [difference(a["logits"], b["logits"]) for a, b in zip(ours, engine, strict=True) if args.ranks == 1]
+    left = "not seen" if unfilled is None else ", ".join(unfilled) or "none"
     print(
         f"{type(draft).__name__}, K {k}, {args.ranks} ranks: {same} of {len(prompts)} texts the same (and greedy), "
         f"{varied[0]:.0%} of their bigrams distinct, {varied[1]:.0%} of the prompts'; "
         f"rounds {sum(rounds[0])} here, {sum(rounds[1])} in vLLM; logits "
         f"{f'within {max(errors):.1e}' if errors else 'not seen'}; "
-        f"parameters that the files left empty: {', '.join(unfilled) or 'none'}",
+        f"parameters that the files left empty: {left}",
         flush=True,
     )
     return same == len(prompts) and rounds[0] == rounds[1] and all(x <= CLOSE for x in errors) and not unfilled
