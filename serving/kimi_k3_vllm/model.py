@@ -7,7 +7,7 @@ and the feed-forward compute as `KimiK3Eagle3MLAAttention` and `KimiK3MLP` do; w
 
 import contextlib
 
-WANTED = "this plug-in needs vLLM 0.32 or one like it, whose {} is missing; the draft cannot be served by this vLLM"
+WANTED = "this plug-in needs vLLM 0.32 or one like it; this one cannot serve the draft: {}"
 try:
     from vllm.model_executor.layers.activation import SituAndMul
     from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -26,7 +26,7 @@ class Eagle3KimiK3ForCausalLM(Eagle3DeepseekV2ForCausalLM):
             inner = getattr(layer.self_attn, "mla_attn", None)
             for hook in ("rotary_emb", "g_proj"):
                 if not hasattr(inner, hook):
-                    raise RuntimeError(WANTED.format(f"DeepseekV2MLAAttention.mla_attn.{hook}"))
+                    raise RuntimeError(WANTED.format(f"its MLA layer has no {hook}"))
             layer.self_attn.rotary_emb = inner.rotary_emb = None
             if config.mla_use_output_gate:
                 layer.self_attn.g_proj = inner.g_proj = gate(vllm_config, config, f"{inner.prefix}.g_proj")
