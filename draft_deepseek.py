@@ -37,6 +37,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
+# All that a draft rotates by. A target's config may say more (`partial_rotary_factor` of whole heads, scaling of its
+# own queries), which engines would apply to the draft, or would not.
+ROPE = ("rope_type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+ROPE += ("mscale", "mscale_all_dim", "attention_factor")
+
 
 class Eagle3MLAConfig(PretrainedConfig):
     """Every key an MLA EAGLE-3 draft is served with. Sizes are required; RoPE is read from `rope_parameters` alone.
@@ -108,7 +113,7 @@ class Eagle3MLAConfig(PretrainedConfig):
         forms = [{"rope_type": form.get("type"), **form} for form in (parameters, scaling) if form]
         rope = {"rope_type": None, "rope_theta": theta}
         for form in sorted(forms, key=lambda form: form["rope_type"] not in (None, "default")):  # a scaled one wins
-            rope |= {key: value for key, value in form.items() if value is not None and key != "type"}
+            rope |= {key: form[key] for key in ROPE if form.get(key) is not None}
         rope["rope_type"] = rope["rope_type"] or "default"
         if rope["rope_type"] not in ("default", "yarn"):
             raise ValueError(f"rope_type is {rope['rope_type']!r}; a draft rotates by 'default' or 'yarn'")

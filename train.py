@@ -213,8 +213,8 @@ def plan(args: Settings, ranks: Ranks, source: Source, draft: nn.Module, rows: R
     hours = flops / rate / ranks.world / 3600
     warning = "" if is_servable(draft) else "warning: engines load no draft without q_lora_rank; no export\n"
     return warning + (
-        f"draft: {type(draft).__name__}, {trained / 1e6:,.2f}M trained parameters, {cfg.draft_vocab_size:,} of "
-        f"{cfg.vocab_size:,} tokens\n"
+        f"draft: {type(draft).__name__}, q_lora_rank {cfg.q_lora_rank}, {trained / 1e6:,.2f}M trained parameters, "
+        f"{cfg.draft_vocab_size:,} of {cfg.vocab_size:,} tokens\n"
         f"rows: {count:,} of {t} slots an epoch, {tokens / (count * t):.0%} filled; chunks of {args.chunk} anchors "
         f"compute {rows.computed / max(anchors, 1):.2f} times the {anchors:,} needed; {steps:,} steps of "
         f"{args.batch_rows * per_step} rows\n"

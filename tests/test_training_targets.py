@@ -115,6 +115,17 @@ def test_what_transformers_reads_gives_the_same_draft(target):
     assert torch.equal(rope_frequencies(theirs)[0], rope_frequencies(plain)[0])
 
 
+def test_of_a_targets_rope_the_draft_takes_what_engines_rotate_drafts_by():
+    config = AutoConfig.for_model("mistral4").to_dict()
+    assert config["rope_parameters"]["partial_rotary_factor"] == 0.5
+    draft = DeepseekV3Eagle3DraftModel.config_class.from_any(draft_config(Settings(), source_of(config, 36), None))
+    assert draft.rope_parameters["factor"] == 128
+    assert not {"partial_rotary_factor", "llama_4_scaling_beta", "type"} & draft.rope_parameters.keys()
+    other = TARGETS["Moonlight-16B-A3B"] | {"rope_scaling": {"rope_type": "llama3", "factor": 8}}
+    with pytest.raises(ValueError, match="^rope_type is 'llama3'; a draft rotates by 'default' or 'yarn'$"):
+        DeepseekV3Eagle3DraftModel.config_class.from_any(draft_config(Settings(), source_of(other, 27), None))
+
+
 def export_keys(config) -> set[str]:
     return {*config.required_keys(), "q_lora_rank", "num_key_value_heads", "num_aux_hidden_states"}
 

@@ -28,7 +28,9 @@ DRAFT_VOCAB = {"built-in": 96, "model": 32_000}  # where neither --draft-vocab n
 MOST = 1_000_000_000  # of every whole number that says nothing else
 BOUNDS = {  # both ends are allowed
     "ttt_steps": (1, 64),
-    "q_lora_rank": (0, MOST),
+    "q_lora_rank": (0, 1 << 16),
+    "heads": (1, 1 << 12),
+    "intermediate_size": (1, 1 << 20),
     "row_tokens": (1, 1 << 20),  # the longest context of any preset
     "batch_rows": (1, 4096),
     "accumulate": (1, 1 << 16),
