@@ -10,7 +10,16 @@ from safetensors.torch import load_file, save_file
 import train
 from draft_deepseek import DeepseekV3Eagle3DraftModel, Eagle3MLAConfig, export_config, export_state
 from draft_kimi_k3 import KimiK3Eagle3DraftModel
-from training.drafts import PRESETS, SIZES, draft_config, export, load_draft, make_draft, save_checkpoint
+from training.drafts import (
+    PRESETS,
+    SIZES,
+    draft_config,
+    export,
+    load_draft,
+    make_draft,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from training.ranks import Ranks
 from training.settings import Settings, resolve
 from training.sources import open_source
@@ -316,6 +325,10 @@ def test_without_q_lora_a_draft_trains_and_its_export_says_what_engines_lack(run
     assert make_draft(settings(runs), source, 96).config.q_lora_rank == 128  # the hidden size, under 1536
     draft = make_draft(settings(runs, q_lora_rank=0), source, 96)
     assert draft.model.layers[0].self_attn.q_proj.weight.requires_grad
+    optimizer = torch.optim.AdamW(draft.parameters())
+    save_checkpoint(tmp_path, draft, optimizer, 1, 1, 1)
+    held = newest_checkpoint(tmp_path)
+    assert make_draft(settings(runs), source, 96, held).config.q_lora_rank is None
     with pytest.raises(ValueError, match="q_lora_rank"):
         export(draft, tmp_path / "out", "float32")
     assert not (tmp_path / "out").exists()

@@ -85,6 +85,8 @@ def make_draft(args, source: Source, default_vocab: int, checkpoint: Path | None
     """
     start = None if args.init is None else Path(args.init)
     config = draft_config(args, source, read_config_beside(start) if start else None)
+    if checkpoint is not None and args.q_lora_rank is None:  # runs begun when targets without one had drafts without
+        config["q_lora_rank"] = (read_config(checkpoint) or config).get("q_lora_rank")
     embedding = source.embed_tokens
     ids = choose_vocabulary(args, source, checkpoint or start, default_vocab)
     state = None if start is None else read_state(start)
