@@ -2,13 +2,16 @@
 
 import http.client
 import json
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-ANSWER = 64 << 20  # bytes of an answer that are read
-WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
+ANSWER = 64 << 20  # bytes of an answer, or of an event of one, that are read
+TIMEOUT = 600  # seconds without a byte
+WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, EOFError)
+WRONG += (http.client.HTTPException,)
 
 
 def served_model(url: str) -> str:
@@ -30,16 +33,37 @@ def check_url(url: str) -> None:
 
 
 def ask(url: str, body: dict | None = None) -> dict:
-    data = None if body is None else json.dumps(body).encode()
     with answering(url):
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=600) as answer:
-            text = answer.read(ANSWER + 1)
-        if len(text) > ANSWER:
-            raise ValueError(f"an answer of more than {ANSWER:,} bytes")
-        if not isinstance(said := json.loads(text), dict):
+        if not isinstance(said := json.loads(fetch(url, body)), dict):
             raise TypeError(f"the answer is a {type(said).__name__}")
         return said
+
+
+def fetch(url: str, body: dict | None = None) -> bytes:
+    with opened(url, body) as answer:
+        text = answer.read(ANSWER + 1)
+    if len(text) > ANSWER:
+        raise ValueError(f"an answer of more than {ANSWER:,} bytes")
+    return text
+
+
+def stream(url: str, body: dict) -> Iterator[dict]:
+    """The events of an answer that is streamed, each as it comes."""
+    with answering(url):
+        with opened(url, body) as answer:
+            while line := answer.readline(ANSWER):
+                name, _, text = line.partition(b":")
+                if name == b"data" and text.strip() == b"[DONE]":
+                    return
+                if name == b"data":
+                    yield json.loads(text)
+        raise EOFError("the stream broke off")
+
+
+def opened(url: str, body: dict | None):
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=TIMEOUT)
 
 
 @contextmanager
@@ -48,7 +72,8 @@ def answering(url: str) -> Iterator[None]:
     try:
         yield
     except WRONG as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        said = error.read(ANSWER).decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
+        reason = " ".join(f"{type(error).__name__}: {error} {said}".split())[:200]
         raise ValueError(
             f"{url} does not answer as vLLM does ({reason}); is the server up, does it fit the text?"
         ) from error
