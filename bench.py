@@ -5,6 +5,7 @@
     python bench.py --suite shapes                  the real drafts by formula: no GPU, little memory
     python bench.py --device cuda --suite h200      two shapes of the DeepSeek-V3 draft, compiled
     python bench.py --suite decode                  drafting, decoding with a trained draft (measuring/decoding.py)
+    python bench.py --suite serve URL               what a server with a draft accepts and saves (measuring/serving.py)
 
 A step is the teacher, zero_grad, forward and backward; the optimizer is apart, in the breakdown. The teacher counts for
 both sides: the baseline applies the target's head to all T slots, `build_rows` to the supervised tokens alone. Nothing
@@ -43,7 +44,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from data.files import replace_with
-from measuring import decoding, shapes
+from measuring import decoding, serving, shapes
 from measuring.costs import FORMS
 from measuring.step import DRAFTS, SIZES, STEPS, Cell, Disagreement, check_memory, in_child, make_draft
 from training.settings import OneLineParser, as_path
@@ -185,7 +186,12 @@ def suite_decode(args) -> dict:
     return decoding.suite(args, lambda: {name: make_draft(cell) for name, cell in cells.items()}, print_table)
 
 
+def suite_serve(args) -> dict:
+    return serving.suite(args, print_table)
+
+
 SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train, "decode": suite_decode}
+SUITES |= {"serve": suite_serve}
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -204,7 +210,10 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=as_path, help="a JSON file for the full numbers")
     decoding.add_flags(parser)
+    serving.add_flags(parser)
     args = parser.parse_args(argv)
+    if args.prompt_count is None:
+        args.prompt_count = 2 * max(args.at_once) if args.suite == "serve" else 12
     on_cpu = "default" if args.suite == "decode" and not args.run else "off"  # a chain compiles in a minute
     args.compile = args.compile or ("max-autotune" if args.device == "cuda" else on_cpu)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -216,6 +225,7 @@ def parse(argv=None) -> argparse.Namespace:
         ("chunk", [args.chunk or 1], 1, 1 << 20),
         ("rounds", [args.rounds], 1, 10_000),
         ("threads", [args.threads], 1, 1024),
+        *serving.bounds(args),
         *decoding.bounds(args),
     ]
     for name, values, low, high in bounds:
@@ -228,6 +238,8 @@ def parse(argv=None) -> argparse.Namespace:
         parser.error(f"--share is {args.share}; a share lies above 0 and is at most 1")
     if not 0 < args.top_p <= 1:
         parser.error(f"--top-p is {args.top_p}; it lies above 0 and is at most 1")
+    if wrong := serving.complaint(args):
+        parser.error(wrong)
     if args.out and (complaint := unwritable(args.out)):
         parser.error(f"--out {args.out}: {complaint}")
     return args

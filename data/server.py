@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 
-ANSWER = 64 << 20  # bytes of an answer that are read
+ANSWER = 64 << 20  # bytes of an answer, or of an event of one, that are read
 AT_ONCE = 64  # requests in flight
+TIMEOUT = 600.0  # seconds without a byte of an answer, where nothing else is asked for
 WAITS = (1, 2, 4, 8, 16, 32, 60)  # seconds before a request is made again
 LONGEST = 600.0  # of them, where a server asks for more
 REFUSALS = (400, 413, 422)  # of HTTP: the request is no good, whenever it is made
 PASSING = (408, 409, 425, 429)  # and all from 500 on: another time it may be answered
-WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, http.client.HTTPException)
+WRONG = (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, EOFError)
+WRONG += (http.client.HTTPException,)
 
 
 def served_model(url: str) -> str:
@@ -39,23 +41,45 @@ def check_url(url: str) -> None:
     raise ValueError(f"{url!r} is no address of a running server; one as in http://localhost:8000 is wanted")
 
 
-def ask(url: str, body: dict | None = None, timeout: float = 600) -> dict:
-    """timeout: seconds without a byte of the answer. A server that wants a key gets $OPENAI_API_KEY."""
-    data = None if body is None else json.dumps(body).encode()
+def ask(url: str, body: dict | None = None, timeout: float | None = None) -> dict:
     with answering(url):
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        if key := os.environ.get("OPENAI_API_KEY"):
-            request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server alone
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                text = answer.read(ANSWER + 1)
-        except urllib.error.HTTPError as error:
-            raise Status(error) from None
-        if len(text) > ANSWER:
-            raise ValueError(f"an answer of more than {ANSWER:,} bytes")
-        if not isinstance(said := json.loads(text), dict):
+        if not isinstance(said := json.loads(fetch(url, body, timeout)), dict):
             raise TypeError(f"the answer is a {type(said).__name__}")
         return said
+
+
+def fetch(url: str, body: dict | None = None, timeout: float | None = None) -> bytes:
+    with opened(url, body, timeout) as answer:
+        text = answer.read(ANSWER + 1)
+    if len(text) > ANSWER:
+        raise ValueError(f"an answer of more than {ANSWER:,} bytes")
+    return text
+
+
+def stream(url: str, body: dict) -> Iterator[dict]:
+    """The events of an answer that is streamed, each as it comes."""
+    with answering(url):
+        with opened(url, body) as answer:
+            while line := answer.readline(ANSWER):
+                name, _, text = line.partition(b":")
+                if name == b"data" and text.strip() == b"[DONE]":
+                    return
+                if name == b"data":
+                    yield json.loads(text)
+        raise EOFError("the stream broke off")
+
+
+def opened(url: str, body: dict | None, timeout: float | None = None):
+    """The answer, to be read and closed. timeout: seconds without a byte of it. A server that wants a key gets
+    $OPENAI_API_KEY. Status: the answer is an error."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    if key := os.environ.get("OPENAI_API_KEY"):
+        request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server alone
+    try:
+        return urllib.request.urlopen(request, timeout=timeout or TIMEOUT)
+    except urllib.error.HTTPError as error:
+        raise Status(error) from None
 
 
 class Status(OSError):
@@ -80,7 +104,7 @@ class Refused(Exception):
     """A server says that a request is no good."""
 
 
-def ask_again(url: str, body: dict, read: Callable = lambda answer: answer, timeout: float = 600):
+def ask_again(url: str, body: dict, read: Callable = lambda answer: answer, timeout: float | None = None):
     """read(`ask`), again for two minutes while the server fails, is busy or away, or says what `read` finds WRONG.
 
     Refused: it will never take this request. ValueError: it answers none, or none of so many tries.

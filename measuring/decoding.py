@@ -21,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,7 @@ def add_flags(parser) -> None:
     group.add_argument(
         "--prompts", type=as_path, help="a JSON list of token-id lists; default: held-out documents, cut in the middle"
     )
-    group.add_argument("--prompt-count", type=int, default=12, help="held-out documents, cut mid-text; default 12")
+    group.add_argument("--prompt-count", type=int, help="of them, default 12; to a server twice what is at once")
     group.add_argument("--new-tokens", type=int, default=64, help="of every prompt, default 64")
     group.add_argument("--temperature", type=float, default=0.0, help="above 0: sample as well")
     group.add_argument("--top-p", type=float, default=1.0)
@@ -334,15 +335,21 @@ def load_prompts(args, target: Target) -> list[Tensor]:
     if args.prompts is None:
         documents = answered(target.tokenizer, python_documents(held_out=True)[: args.prompt_count])
         return [prompt_and_answer(d, middle=True)[0] for d in documents]
-    if not args.prompts.exists():
-        raise ValueError(f"--prompts {args.prompts} does not exist")
-    check_regular(args.prompts, "--prompts")
-    with naming(args.prompts, "a JSON list of lists of token ids is wanted"):
-        prompts = json.loads(args.prompts.read_text())
+    return [torch.tensor(p) for p in read_prompts(args.prompts, target)]
+
+
+def read_prompts(path: Path, target: Target | None = None) -> list[list[int]]:
+    """--prompts; ids of the target, where one is at hand."""
+    if not path.exists():
+        raise ValueError(f"--prompts {path} does not exist")
+    check_regular(path, "--prompts")
+    with naming(path, "a JSON list of lists of token ids is wanted"):
+        prompts = json.loads(path.read_text())
+    vocab_size = target.vocab_size if target else 1 << 31
     good = isinstance(prompts, list) and prompts and all(isinstance(p, list) and p for p in prompts)
-    if not good or not all(type(x) is int and 0 <= x < target.vocab_size for p in prompts for x in p):
-        raise ValueError(f"{args.prompts} is no list of lists of token ids in 0..{target.vocab_size - 1}")
-    return [torch.tensor(p) for p in prompts]
+    if not good or not all(type(x) is int and 0 <= x < vocab_size for p in prompts for x in p):
+        raise ValueError(f"{path} is no list of lists of token ids in 0..{vocab_size - 1}")
+    return prompts
 
 
 def decode_all(args, drafter: Drafter, target: Target, prompts: list[Tensor], verifier: type) -> dict:
