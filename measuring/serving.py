@@ -211,8 +211,10 @@ def totals(server: Server) -> Counter:
     with answering(place := f"{server.url}/metrics"):
         try:
             text = fetch(place).decode()
-        except Status:  # there, or served_model had failed, but without this page
-            return Counter()
+        except Status as error:
+            if error.code != 404:
+                raise
+            return Counter()  # a server without this page
         return read_counters(text)
 
 

@@ -32,7 +32,7 @@ def run_chunks(draft, batch, chunk, steps=7, denominators=None, **loss):
     return SimpleNamespace(rows=rows, anchors=rows.anchors, loss=value, metrics=metrics, gradients=gradients)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 7, 64, None])
 @pytest.mark.parametrize("loss", ["ce", "alpha", "lambda"])
 @pytest.mark.parametrize("variant", ["deepseek-yarn", "deepseek-3.1", "kimi"])
 def test_chunks_of_anchors_equal_the_oracle(variant, loss, chunk):

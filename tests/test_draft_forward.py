@@ -117,7 +117,7 @@ class Unrolled(torch.nn.Module):
         return self.draft.compute_logits(state)
 
 
-@pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi"])
+@pytest.mark.parametrize("variant", ["deepseek-yarn", pytest.param("kimi", marks=pytest.mark.slow)])
 def test_an_exported_forward_takes_rows_of_any_length(variant):
     unrolled = Unrolled(make_draft(variant)[0])
 

@@ -14,7 +14,7 @@ import bench
 from data import server as http
 from measuring import serving
 
-GAP = 0.01  # seconds between the events of an answer
+GAP = 0.003  # seconds between the events of an answer
 
 
 class Engine:

@@ -303,6 +303,7 @@ DEFECTS = {
 residual = decode.residual
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_wrong_rejection_shows_in_the_distribution(defect, monkeypatch):
     monkeypatch.setattr(decode, *DEFECTS[defect])
@@ -346,7 +347,9 @@ def test_cached_states_equal_those_of_the_training_unroll(variant):
                         assert error <= 1e-5 * want[s, b, index].abs().max().clamp(min=1), (slot, s)
 
 
-@pytest.mark.parametrize(("variant", "temperature"), [("deepseek-yarn", 0.8), ("kimi-3.1", 0.0)])
+@pytest.mark.parametrize(
+    ("variant", "temperature"), [("deepseek-yarn", 0.8), pytest.param("kimi-3.1", 0.0, marks=pytest.mark.slow)]
+)
 def test_the_compiled_chain_equals_eager_and_is_one_graph(variant, temperature):
     graphs = []
 

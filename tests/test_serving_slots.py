@@ -212,6 +212,7 @@ DEFECTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_wrong_walk_shows_beside_sampled_decoding(defect, monkeypatch):
     name, change = DEFECTS[defect]

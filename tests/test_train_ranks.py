@@ -153,6 +153,7 @@ def test_gradients_agree_over_ranks_and_with_one_process():
             assert abs(want - once).max() <= 1e-5 * abs(once).max()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job_with_an_error(runs):
     """By torchrun itself. On data of its own, so that neither rank cuts the corpus."""
     rows = [{"input_ids": list(range(i, i + 50)), "loss_mask": [0] * 9 + [1] * 41} for i in range(40)]

@@ -48,7 +48,7 @@ class Counting:
         return aot_eager(graph, inputs)
 
 
-@pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi-3.1"])
+@pytest.mark.parametrize("variant", ["deepseek-yarn", pytest.param("kimi-3.1", marks=pytest.mark.slow)])
 def test_compiled_equals_eager_packed_and_not(variant):
     """The whole loss of all anchors as one graph, as README's snippet does."""
     draft, _ = make_draft(variant)

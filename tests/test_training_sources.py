@@ -194,6 +194,7 @@ def test_a_stream_is_trained_on_once_and_leaves_an_empty_folder(runs, chats, cap
     assert json.loads((runs / "stream" / "result.json").read_text())["slots"] > 0
 
 
+@pytest.mark.slow
 def test_sigterm_while_a_stream_waits_saves_what_was_learned(runs, chats, captured, tmp_path):
     arriving, output = tmp_path / "arriving", tmp_path / "output"
     arriving.mkdir()
