@@ -225,8 +225,8 @@ def parse(argv=None) -> argparse.Namespace:
         ("chunk", [args.chunk or 1], 1, 1 << 20),
         ("rounds", [args.rounds], 1, 10_000),
         ("threads", [args.threads], 1, 1024),
-        *decoding.bounds(args),
         *serving.bounds(args),
+        *decoding.bounds(args),
     ]
     for name, values, low, high in bounds:
         for value in values:

@@ -21,7 +21,6 @@ those only speeds can be compared. Token ids (vLLM's return_token_ids) tell dist
 """
 
 import json
-import math
 import re
 import secrets
 import statistics
@@ -53,8 +52,9 @@ COUNTERS = {  # by what they are called here; what is accepted at a depth is cal
     "vllm:generation_tokens_total": "generated",
 }
 BY_DEPTH = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
-ANYTHING = r'"(?:[^"\\]|\\.)*"'  # the value of a label
-SAMPLE = re.compile(rf"([a-zA-Z_:][\w:]*)\s*(?:\{{((?:[^\"}}]|{ANYTHING})*)\}})?\s*(\S+)(?:\s+-?[\d.]+)?(?:\s*#.*)?")
+QUOTED = r'"((?:[^"\\]|\\.)*)"'  # the value of a label
+LABEL = re.compile(rf"(\w+)\s*=\s*{QUOTED}")
+SAMPLE = re.compile(r'([\w:]+)\s*(?:\{((?:[^"}]|"(?:[^"\\]|\\.)*")*)\})?\s*(\S+)(?:\s+-?[\d.]+)?(?:\s*#.*)?')
 LAG = 10  # seconds that counters may stay behind the answers
 WARM_UP = 16  # tokens
 NO_GRAMMAR = Grammar(None, None, "", "", False, ("", ""))  # the server renders; what is answered is never sent
@@ -85,9 +85,10 @@ def complaint(args) -> str | None:
 
 def suite(args, print_table: Callable) -> dict:
     """ValueError: flags that cannot be used, a server that cannot be measured."""
-    prompts, training, servers = load_prompts(args), read_training(args.run), open_servers(args)
+    prompts, training = load_prompts(args), read_training(args.run)
     if len(prompts) < max(args.at_once):
         raise ValueError(f"--at-once {max(args.at_once)}, but {len(prompts)} prompts; take less, or give more prompts")
+    servers = open_servers(args)
     samplings = [(0.0, 1.0)] + [(args.temperature, args.top_p)] * (args.temperature > 0)
     rows, full = [], []
     for temperature, top_p in samplings:
@@ -232,17 +233,16 @@ def read_counters(text: str) -> Counter:
     """COUNTERS in Prometheus' text format, and those of BY_DEPTH by number. ValueError: they say what none can."""
     found = Counter()
     for line in text.split("\n"):
-        match = SAMPLE.fullmatch(line.strip())
-        name = match and match[1]
-        if name not in COUNTERS and name != BY_DEPTH:
+        if not line.strip().startswith((*COUNTERS, BY_DEPTH)):
             continue
-        value = float(match[3])
-        if not (math.isfinite(value) and value >= 0 and value == int(value)):
+        match = SAMPLE.fullmatch(line.strip())
+        if not match or not float(match[3]).is_integer() or float(match[3]) < 0:
             raise ValueError(f"{line.strip()[:100]} is no count")
-        depth = re.search(r'(?:^|,)\s*position\s*=\s*"(\d+)"', match[2] or "")
-        if name == BY_DEPTH and not depth:
+        name, labels, value = match.groups()
+        depth = dict(LABEL.findall(labels or "")).get("position", "")
+        if name == BY_DEPTH and not depth.isdecimal():
             raise ValueError(f"{line.strip()[:100]} has no position")
-        found[COUNTERS.get(name) or int(depth[1])] += int(value)
+        found[COUNTERS.get(name) or int(depth)] += int(float(value))
     return found
 
 
@@ -262,13 +262,16 @@ def take_turn(server: Server, prompts: list[dict], at_once: int, asked: dict, ba
 
 def settled(server: Server, before: Counter, ours: int) -> Counter:
     """What the counters grew by, once they count all that was generated."""
-    for _ in range(LAG * 20):
+    begin = time.perf_counter()
+    while True:
         after = totals(server)
         grown = Counter({name: after[name] - before[name] for name in before.keys() | after.keys()})
         if min(grown.values(), default=0) < 0:
             raise ValueError(f"{server.url}/metrics went backwards; was the server restarted? Measure again")
         if "generated" not in after or grown["generated"] >= ours:
             return grown
+        if time.perf_counter() - begin > LAG:
+            break
         time.sleep(0.05)
     raise ValueError(
         f"{server.url}/metrics counts {grown['generated']:,} of the {ours:,} tokens that were generated; name the "
