@@ -74,7 +74,9 @@ def opened(url: str, body: dict | None, timeout: float | None = None):
     $OPENAI_API_KEY. Status: the answer is an error."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    if key := os.environ.get("OPENAI_API_KEY"):
+    if key := os.environ.get("OPENAI_API_KEY", "").strip():
+        if not (key.isascii() and key.isprintable()):  # http.client would show it in its complaint
+            raise ValueError("$OPENAI_API_KEY holds characters that no key has; set it anew")
         request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server alone
     try:
         return urllib.request.urlopen(request, timeout=timeout or TIMEOUT)

@@ -96,3 +96,10 @@ def test_a_key_goes_to_the_server_that_was_named_alone(monkeypatch, key):
     monkeypatch.setattr(server.urllib.request, "urlopen", urlopen)
     server.ask("http://s/v1", {})
     assert seen[0].get_header("Authorization") == (key and f"Bearer {key}") and "Authorization" not in seen[0].headers
+
+
+def test_a_key_that_cannot_be_sent_is_not_shown(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1\nsk-2")
+    with pytest.raises(ValueError, match="OPENAI_API_KEY") as error:
+        server.ask("http://127.0.0.1:9/v1", {})
+    assert "sk-" not in str(error.value)
