@@ -184,14 +184,14 @@ def send_conversations(args: Settings, url: str, out: str) -> None:
     if not (args.model and args.data):
         raise ValueError("conversations are sent from --data, with the tokenizer of --model; give both")
     documents = conversations(args, load_tokenizer(Path(args.model), args.trust_remote_code), Ranks())
-    send(url.rstrip("/"), out, list(documents))
+    send(url, out, list(documents))
     print(f"sent: {out}; train meanwhile with --follow {out}, or now with --data {out}")
 
 
 def regenerate_conversations(args: Settings, how, url: str, out: str) -> None:
     """--regenerate: those of --data, answered by the server at URL. how: `Regeneration`."""
-    if not args.data or args.chat_template:
-        raise ValueError("the server answers the conversations of --data in its own template; give --data, and it that")
+    if not args.data or args.chat_template or args.render:
+        raise ValueError("the server answers those of --data in its own template; give --data, and no other rendering")
     print("\n".join(regenerate(url, out, args.data, how, args.model, read_arguments(args.template_args))))
     print(f"regenerated: {out}; next: train.py --data {out}, or --send it")
 

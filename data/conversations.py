@@ -29,6 +29,7 @@ from data.documents import Document, Documents, Skipped
 from data.engine import Engine
 from data.files import check_regular, read_json, replace_with
 from data.grammar import stop_ids
+from data.records import load_list
 from data.rendering import TemplateHangs
 from data.server import Away
 from data.templates import Converter, Made, gather
@@ -201,6 +202,20 @@ def cut_file(path: Path) -> Iterator[Piece]:
             end = min(file.tell(), size)
             yield Piece(path, begin, end, False)
             begin = end
+
+
+def records(files: list[Path]) -> Iterator[tuple[str, str, bytes]]:
+    """Source (as in chats.jsonl:3), hash and text of every conversation."""
+    for path in files:
+        number = 0
+        for piece in cut_file(path):
+            for blob in piece.blobs():
+                lines = load_list(blob) if piece.is_list else blob.removesuffix(b"\n").split(b"\n")
+                for n, line in enumerate(lines, number + 1):
+                    text = (line if isinstance(line, bytes) else json.dumps(line).encode()).strip()
+                    if text:
+                        yield f"{path}:{n}", hashlib.sha256(text).hexdigest()[:16], text
+                number += len(lines)
 
 
 class Fitted(NamedTuple):

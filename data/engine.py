@@ -14,7 +14,7 @@ from itertools import groupby
 
 from data.grammar import ASK, Grammar, common
 from data.rendering import SPANS, Skip, bare_backend
-from data.server import Refused, answering, ask_again, served_model
+from data.server import Refused, address, answering, ask_again, served_model
 
 UNRENDERED = "reasoning with the text of special tokens, which the engine does not render"
 
@@ -30,7 +30,7 @@ class Engine:
     """A vLLM at `url` that serves the target whose tokenizer this is. Threads may share it."""
 
     def __init__(self, url: str, tokenizer):
-        self.url, self.tokenizer, self.model = url, tokenizer, None
+        self.url, self.tokenizer, self.model = address(url), tokenizer, None
         self.added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
         self.special = re.compile(
             "|".join(map(re.escape, sorted(self.added.values(), key=len, reverse=True))) or "(?!)"

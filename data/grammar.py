@@ -148,3 +148,7 @@ def stop_ids(tokenizer) -> list[int] | None:
         if ids is not None:
             return ids if isinstance(ids, list) else [ids]
     return None
+
+
+# Of chats that a server renders: reasoning stays where it is, arguments of calls are JSON text
+AS_SERVED = Grammar(None, None, "", "", False, ("", ""))

@@ -9,7 +9,6 @@ length, with calls of tools that the data has no results for, refused by the ser
 Knows HTTP and JSON, never tokenizers.
 """
 
-import hashlib
 import json
 import os
 import threading
@@ -23,17 +22,14 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data.conversations import SUFFIXES, cut_file, find_files
+from data.conversations import SUFFIXES, find_files, records
 from data.documents import Skipped
 from data.files import append, naming, open_regular, opened_alone, read_json
-from data.grammar import Grammar
-from data.records import CUT, arguments_of, load_list, parse, read_message, read_whole
+from data.grammar import AS_SERVED
+from data.records import CUT, arguments_of, parse, read_message, read_whole
 from data.rendering import Skip
-from data.server import Refused, ask_again, served_model
+from data.server import Refused, address, ask_again, served_model
 
-AS_SERVED = Grammar(
-    None, None, "", "", False, ("", "")
-)  # reasoning stays where it is, arguments of calls are JSON text
 SENT = ("role", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id", "name")  # of a message
 ENDED = ("stop", "tool_calls", "function_call")  # finish_reasons of turns that the target ended itself
 BROKEN = ("abort", "error")  # those of answers that are none
@@ -64,7 +60,7 @@ def regenerate(url: str, out, paths: list[Path], how, model=None, template_args:
     in `out`.left-out, and not asked again while they stand there. ValueError: no server, one that fails for long, data
     that are not those of the lines in `out`, no answer at all.
     """
-    url, out = url.rstrip("/").removesuffix("/v1"), Path(out)
+    url, out = address(url), Path(out)
     files, request = files_beside(paths, out), sampling(how, model)
     request |= {"model": served_model(url)}
 
@@ -119,20 +115,6 @@ def files_beside(paths: list[Path], out: Path) -> list[Path]:
         if inside or path.resolve() == here:
             raise ValueError(f"{out} would be read as part of --data {path}; name an OUT outside it")
     return find_files(paths)
-
-
-def records(files: list[Path]) -> Iterator[tuple[str, str, bytes]]:
-    """Source (as in chats.jsonl:3), hash and text of every conversation."""
-    for path in files:
-        number = 0
-        for piece in cut_file(path):
-            for blob in piece.blobs():
-                lines = load_list(blob) if piece.is_list else blob.removesuffix(b"\n").split(b"\n")
-                for n, line in enumerate(lines, number + 1):
-                    text = (line if isinstance(line, bytes) else json.dumps(line).encode()).strip()
-                    if text:
-                        yield f"{path}:{n}", hashlib.sha256(text).hexdigest()[:16], text
-                number += len(lines)
 
 
 def each_at_once(n: int, work: Callable, items: Iterable) -> Iterator:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from data.documents import Document
 from data.files import append, being_written, naming, open_regular, opened_alone, replace_with
-from data.server import AT_ONCE, answering, ask, served_model
+from data.server import AT_ONCE, address, answering, ask, served_model
 
 
 def send(url: str, out, documents: list[Document]) -> None:
@@ -20,7 +20,7 @@ def send(url: str, out, documents: list[Document]) -> None:
     a file PAUSE there makes it wait (`Follower`), a file STOP says that all were sent, and `sent` how many, so that a
     second call goes on. ValueError: no server there, one that refuses, or `out` was made for other documents.
     """
-    out, lines = Path(out), []
+    url, out, lines = address(url), Path(out), []
     for d in documents:
         lines.append(json.dumps({"input_ids": d.tokens.tolist(), "loss_mask": d.loss_mask.int().tolist()}) + "\n")
     model = served_model(url)

@@ -24,7 +24,6 @@ WRONG += (http.client.HTTPException,)
 
 
 def served_model(url: str) -> str:
-    check_url(url)
     answer = ask(place := f"{url}/v1/models")
     with answering(place):
         if not isinstance(name := answer["data"][0]["id"], str):
@@ -32,13 +31,18 @@ def served_model(url: str) -> str:
         return name
 
 
-def check_url(url: str) -> None:
+def address(url: str) -> str:
+    """That of a server, without the slash or the /v1 that it may be given with. ValueError: it is none, or holds a
+    password, which would stand in logs and settings."""
+    wanted = "one as in http://localhost:8000 is wanted"
+    if "@" in url:
+        raise ValueError(f"an address with a name or a password in it is not kept; {wanted}, a key in $OPENAI_API_KEY")
     with suppress(ValueError):  # of a port or an address that cannot be
         parts = urllib.parse.urlsplit(url)
         written = url.isprintable() and " " not in url
         if written and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
-            return
-    raise ValueError(f"{url!r} is no address of a running server; one as in http://localhost:8000 is wanted")
+            return url.rstrip("/").removesuffix("/v1")
+    raise ValueError(f"{url!r} is no address of a running server; {wanted}")
 
 
 def ask(url: str, body: dict | None = None, timeout: float | None = None) -> dict:

@@ -16,8 +16,9 @@ tokens/s is all tokens over the time of a round, prompts included; ms/token is t
 to its last, over the tokens but one, and the median of requests; ms to first has that of prompt and queue. `faster` is
 the median over the rounds of tokens/s over that of `--against`.
 
-Needed of a server: the OpenAI API with streaming and usage, and for accept lengths vLLM's counters `COUNTERS`; without
-those only speeds can be compared. Token ids (vLLM's return_token_ids) tell distinct bigrams, else words do.
+Needed of a server: the OpenAI API with streaming and usage, no objection to what vLLM knows besides (ignore_eos,
+return_token_ids, cache_salt), and for accept lengths its counters `COUNTERS`; without those only speeds can be
+compared. Token ids tell distinct bigrams; where the server gives none, words do.
 """
 
 import json
@@ -34,14 +35,14 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from data.conversations import find_files
+from data.conversations import find_files, records
 from data.corpus import python_documents
 from data.documents import Skipped, listed
 from data.files import naming, open_regular
+from data.grammar import AS_SERVED
 from data.records import arguments_of, parse, read_chat
-from data.regenerate import AS_SERVED, records
 from data.rendering import Skip
-from data.server import Status, answering, fetch, served_model, stream
+from data.server import Status, address, answering, fetch, served_model, stream
 from measuring.decoding import read_prompts
 from serving.decode import unique_bigrams
 from training.settings import as_path
@@ -193,7 +194,7 @@ class Turn(NamedTuple):
 
 def open_servers(args) -> list[Server]:
     """URL and --against. ValueError: they cannot be measured."""
-    urls = [url.rstrip("/") for url in (args.url, args.against) if url is not None]
+    urls = [address(url) for url in (args.url, args.against) if url is not None]
     servers = [Server(url, served_model(url)) for url in urls]
     drafts = ["drafts" in totals(server) for server in servers]
     if not drafts[0]:

@@ -538,6 +538,7 @@ def test_options_are_checked_and_belong_to_the_command(tmp_path, serve, capsys):
         (["--timeout", "0"], "--timeout is 0.0; it must be more than 0"),
         (["--at-once", "0"], "--at-once is 0; it must be at least 1"),
         (["--chat-template", str(tmp_path / "chats.jsonl")], "in its own template"),
+        (["--render", "http://localhost:9"], "in its own template"),
     ):
         assert said in complaint([*argv, *flags], capsys)
     assert "give --data" in complaint(argv[:-2], capsys)

@@ -80,6 +80,9 @@ def test_what_is_no_address_is_one_line(tmp_path, documents, url):
         with pytest.raises(ValueError, match="does not answer as vLLM|is wanted") as stopped:
             send.send(broken, tmp_path / "out", documents)
         assert "\n" not in str(stopped.value)
+    with pytest.raises(ValueError, match="a name or a password in it is not kept") as stopped:
+        send.send("http://user:secret@localhost:8000", tmp_path / "out", documents)
+    assert "secret" not in str(stopped.value) and server.address("https://host:1/v1/") == "https://host:1"
     assert not (tmp_path / "out").exists()
 
 

@@ -133,7 +133,7 @@ def add_legends(figure, accept, names: list[str]) -> None:
     columns = max(1, min(4, 100 // (8 + max(map(len, short)))))
     figure.legend(runs, short, loc="outside upper center", ncols=columns, frameon=False)
     kinds = {"training (points: single steps)": {"lw": 1.8}} | {
-        f"held out, {name}": style for name, style in HELD_OUT.items()
+        f"held out, greedy {name}": style for name, style in HELD_OUT.items()
     }
     handles = [Line2D([], [], color="0.3", **style) for style in kinds.values()]
     accept.legend(

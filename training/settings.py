@@ -12,7 +12,7 @@ import torch
 
 from data.files import read_json
 from data.rendering import read_arguments
-from data.server import AT_ONCE, check_url
+from data.server import AT_ONCE, address
 from draft_deepseek import BLOCK, default_chunk
 from states.read import is_captured
 from training.sources import TINY
@@ -46,7 +46,7 @@ BOUNDS = {  # both ends are allowed
 }
 BETWEEN = {"held_out": (0, 1), "lr": (0, 10), "clip": (0, math.inf), "follow_gb": (0, 1e9)}  # both ends are not
 BETWEEN |= {"timeout": (0, 1e6)}
-CHECKS = {"template_args": read_arguments, "render": check_url}
+CHECKS = {"template_args": read_arguments, "render": address}
 WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of texts"}
 NAME_LENGTH = 200  # bytes; file systems take 255, and the run's own files add to it
 

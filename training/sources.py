@@ -186,7 +186,7 @@ def with_template(args, tokenizer):
 
 
 def engine_of(args, tokenizer) -> Engine | None:
-    return Engine(args.render.rstrip("/"), tokenizer) if args.render else None
+    return Engine(args.render, tokenizer) if args.render else None
 
 
 def split_documents(args, documents: Documents, ranks) -> tuple[Documents, Documents]:
