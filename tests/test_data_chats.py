@@ -39,18 +39,23 @@ def tokenizer_of(template):
     return tokenizer
 
 
-def learned(template, record, reasoning="train", folder="", **arguments):
-    """Texts with [what is learned], reasons, notes. folder: of the target."""
-    tokenizer = tokenizer_of(template)
-    tokenizer.name_or_path = str(folder)
-    made = Converter(tokenizer, reasoning, arguments).convert(json.dumps([record]).encode(), is_list=True)
+def marked(tokenizer, made) -> list[str]:
+    """Tokens of documents, parted by spaces, with [those that are learned]."""
     cuts, texts = made.lengths.cumsum()[:-1], []
     for ids, mask in zip(np.split(made.tokens, cuts), np.split(made.loss_mask, cuts), strict=True):
         if len(ids):
             edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
             parts = [(tokenizer.decode(ids[a:b]), mask[a]) for a, b in zip(edges, edges[1:], strict=False)]
             texts.append("".join(f"[{text}]" if x else text for text, x in parts))
-    return texts, [*made.skipped], made.notes
+    return texts
+
+
+def learned(template, record, reasoning="train", folder="", **arguments):
+    """Texts with [what is learned], reasons, notes. folder: of the target."""
+    tokenizer = tokenizer_of(template)
+    tokenizer.name_or_path = str(folder)
+    made = Converter(tokenizer, reasoning, arguments).convert(json.dumps([record]).encode(), is_list=True)
+    return marked(tokenizer, made), [*made.skipped], made.notes
 
 
 def call(arguments, name="near"):

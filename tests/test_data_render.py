@@ -26,7 +26,7 @@ from data.turns import CLOSED_WITHIN, DROPPED
 from states.read import open_captured
 from target.ends import load_ends
 from tests.helpers import BOS, EOS, GOOD, TEMPLATES, command, error_line, log, same_documents, turns, wrap, write_lines
-from tests.test_data_chats import FAMILIES, call, tokenizer_of
+from tests.test_data_chats import FAMILIES, call, marked, tokenizer_of
 from tests.test_data_conversations import FAILS, R1_CHAT, Slow, planted
 
 REFUSES, FAILS_ONCE = "refuse this", "fail once"
@@ -114,17 +114,6 @@ def by_template(tokenizer):
         return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     return encode
-
-
-def marked(tokenizer, made) -> list[str]:
-    """Tokens of documents, parted by spaces, with [those that are learned]."""
-    cuts, texts = made.lengths.cumsum()[:-1], []
-    for ids, mask in zip(np.split(made.tokens, cuts), np.split(made.loss_mask, cuts), strict=True):
-        if len(ids):
-            edges = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
-            parts = [(tokenizer.decode(ids[a:b]), mask[a]) for a, b in zip(edges, edges[1:], strict=False)]
-            texts.append("".join(f"[{text}]" if x else text for text, x in parts))
-    return texts
 
 
 def both(fake, tokenizer, records, reasoning="train", arguments=None):
