@@ -288,7 +288,8 @@ class Book:
     def check_same(self, source: str, is_same: bool) -> None:
         if not is_same:
             raise ValueError(
-                f"{self.out} answers what {source} is no more; name another OUT, or remove the lines whose data changed"
+                f"{self.out} answers {source}, which is not there any more, or not as it was (is --data spelled as it "
+                "was?); name another OUT, or remove the lines whose data changed"
             )
 
     def has(self, source: str, digest: str) -> bool:

@@ -497,7 +497,7 @@ def test_changed_data_is_noticed_and_added_data_goes_on(tmp_path, serve):
     before = out.read_bytes()
     for changed in ([CHATS[0], chat("other", "old"), CHATS[2]], CHATS[:2], [CHATS[1], CHATS[0], CHATS[2]]):
         with pytest.raises(
-            ValueError, match="out.jsonl answers what .*chats.jsonl:[123] is no more; name another"
+            ValueError, match=r"out.jsonl answers .*chats.jsonl:[123], which is not there any more, .*; name another"
         ) as said:
             run(fake, tmp_path, *changed)
         assert "\n" not in str(said.value) and out.read_bytes() == before

@@ -97,7 +97,10 @@ def test_wandb_is_one_run_that_goes_on(tmp_path, monkeypatch):
     begun = []
 
     class Run:
-        logged, finish = [], lambda self: None
+        logged, ended = [], []
+
+        def finish(self, exit_code):
+            self.ended.append(exit_code)
 
         def log(self, values, step):
             self.logged.append((step, values))
@@ -113,3 +116,6 @@ def test_wandb_is_one_run_that_goes_on(tmp_path, monkeypatch):
             track.write("train", {"loss": float(done), "grad_norm": math.inf}, done + 1)
     assert [(x["id"], x["name"], x["resume"], x["dir"]) for x in begun] == [("a-run", "a run", "allow", run)] * 2
     assert Run.logged == [(1, {"train/loss": 0.0}), (3, {"train/loss": 2.0})]
+    with pytest.raises(ValueError), Track("wandb", run, 0, {}):
+        raise ValueError
+    assert Run.ended == [0, 0, 1]

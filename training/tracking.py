@@ -37,9 +37,9 @@ class Track:
     def __enter__(self):
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, kind, *error):
         if self.writer:
-            self.attempt(self.writer.close)
+            self.attempt(lambda: self.writer.close(failed=kind is not None))
 
     def write(self, group: str, line: dict, step: int | None = None) -> None:
         """Numbers named group/key, of the step last written where none is given."""
@@ -76,7 +76,7 @@ class TensorBoard:
         for name, x in values.items():
             self.writer.add_scalar(name, x, step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         self.writer.close()
 
 
@@ -91,5 +91,5 @@ class Wandb:
     def write(self, values: dict[str, float], step: int) -> None:
         self.run.log({name: x for name, x in values.items() if math.isfinite(x)}, step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+    def close(self, failed: bool) -> None:
+        self.run.finish(exit_code=int(failed))
