@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import types
 
@@ -25,6 +26,8 @@ from target.tiny import byte_tokenizer
 from tests.helpers import H, V, automodel, connector, specforge, speculators
 
 torch.set_num_threads(1)  # for what is made once
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs in its background, and its children
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 tqdm.monitor_interval = 0  # its thread may hold the bars' lock while a process is forked, which then waits for ever
 
 
