@@ -190,8 +190,8 @@ def suite_serve(args) -> dict:
     return serving.suite(args, print_table)
 
 
-SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train, "decode": suite_decode}
-SUITES |= {"serve": suite_serve}
+SUITES = {"train": suite_train, "shapes": suite_shapes, "h200": suite_train}
+SUITES |= {"decode": suite_decode, "serve": suite_serve}
 
 
 def parse(argv=None) -> argparse.Namespace:

@@ -159,7 +159,7 @@ def read_asked(text: bytes, template_args: dict) -> Asked:
     if isinstance(record, dict) and {"input_ids", "loss_mask"} <= record.keys():
         raise Skip("token ids, which have no turns to ask for")
     arguments, chat = arguments_of(record, template_args), read_whole(record, AS_SERVED)
-    turns = [{key: m[key] for key in SENT if m.get(key) is not None} for m in chat.messages]
+    turns = [sent(message) for message in chat.messages]
     asked = [n > 0 and m["role"] == "assistant" and chat.learned[n] for n, m in enumerate(turns)]
     if turns[-1]["role"] in ("user", "tool"):
         turns, asked = [*turns, {"role": "assistant", "content": ""}], [*asked, True]
@@ -188,8 +188,7 @@ def read_answer(answer: dict) -> tuple[dict, bool, int]:
     except Skip as skip:
         raise TypeError(str(skip)) from None
     tokens = (answer.get("usage") or {}).get("completion_tokens")
-    message = {key: message[key] for key in SENT if message.get(key) is not None}
-    return message, reason not in ENDED, tokens if isinstance(tokens, int) else 0
+    return sent(message), reason not in ENDED, tokens if isinstance(tokens, int) else 0
 
 
 def converse(say: Callable, asked: Asked, drop_cut: bool) -> Answered:
@@ -221,7 +220,7 @@ def converse(say: Callable, asked: Asked, drop_cut: bool) -> Answered:
 
 
 def sent(message: dict) -> dict:
-    return {key: message[key] for key in SENT if key in message}
+    return {key: message[key] for key in SENT if message.get(key) is not None}
 
 
 def whole(answer: dict) -> dict:

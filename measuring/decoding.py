@@ -315,7 +315,7 @@ def decode_run(args) -> tuple[list[dict], dict, list]:
 
 def open_run(args) -> tuple[nn.Module, Target]:
     """The exported draft in a run's directory, or the directory itself, and its target. ValueError: it is neither."""
-    directory = args.run / "draft" if (args.run / "draft").is_dir() else args.run
+    directory = draft_directory(args.run)
     if (directory / "checkpoints").is_dir():
         raise ValueError(f"{directory} is not complete: --resume it, or --export one of its checkpoints")
     draft = load_draft(directory)
@@ -329,6 +329,11 @@ def open_run(args) -> tuple[nn.Module, Target]:
         model = tiny_target(preset, directory.parent.parent / f"tiny-{preset}")
     target = load_target(model, ids and [j - 1 for j in ids], device=args.device)  # engines count layers by input
     return draft.to(args.device, target.dtype).requires_grad_(False), target
+
+
+def draft_directory(run: Path) -> Path:
+    """Of a run, or the directory itself."""
+    return run / "draft" if (run / "draft").is_dir() else run
 
 
 def load_prompts(args, target: Target) -> list[Tensor]:

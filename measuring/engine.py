@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from measuring.decoding import load_prompts, open_run
-from serving.decode import Drafter, choose_verifier, speculative, unique_bigrams
+from measuring.decoding import draft_directory, load_prompts, open_run
+from serving.decode import Drafter, speculative, unique_bigrams
 from target.model import Target
 from training.entry import ending
 from training.settings import OneLineParser, as_path, as_text
@@ -91,9 +91,14 @@ def decode(args, k: int, draft: nn.Module, target: Target, prompt: Tensor) -> di
     """Tokens, rounds and all logits [steps, Vd] of a prompt's chains."""
     drafter, logits = Drafter(draft, 1, len(prompt) + args.new_tokens, k), []
     compute = type(draft).compute_logits
-    drafter.draft.compute_logits = lambda a: logits.append(compute(draft, a)[0].float()) or logits[-1][None]
+
+    def seen(a):
+        logits.append(compute(draft, a)[0].float())
+        return logits[-1][None]
+
+    drafter.draft.compute_logits = seen
     try:
-        (decoded,) = speculative(drafter, target, [prompt], args.new_tokens, verifier=choose_verifier(target))
+        (decoded,) = speculative(drafter, target, [prompt], args.new_tokens)
     finally:
         del drafter.draft.compute_logits
     return {"tokens": decoded.tokens.tolist(), "rounds": len(decoded.rounds), "logits": torch.cat(logits).cpu()}
@@ -110,7 +115,7 @@ def ask_engine(args, k: int, draft: nn.Module, target: Target, prompts: list[Ten
     cfg = draft.config
     request = {
         "target": str(target.config.name_or_path),
-        "draft": str(args.run / "draft" if (args.run / "draft").is_dir() else args.run),
+        "draft": str(draft_directory(args.run)),
         "architecture": draft.engine_architecture,
         "any_latent": (cfg.kv_lora_rank, cfg.qk_rope_head_dim) != KERNELS,
         "dtype": str(target.dtype).removeprefix("torch."),
