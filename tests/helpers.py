@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import random
 import sys
+import threading
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 from transformers import DeepseekV3Config, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
@@ -65,6 +67,7 @@ def start(argv, output, patch=lambda: None):
     """`train.py argv` as a process of its own, its output in a file; `patch()` is called in it first."""
 
     def child():
+        tqdm.set_lock(threading.RLock())  # a fork shares the parent's, which a killed run would hold for ever
         with output.open("w") as sys.stdout:
             sys.stderr = sys.stdout
             patch()

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import train
 from data.corpus import python_documents
@@ -101,7 +102,9 @@ def test_killed_at_random_moments_ends_as_if_undisturbed(runs, kills, tmp_path):
     for _ in range(kills):
         before = newest(runs / name)
         process = start(command(runs, name, *flags, "--resume"), output)
+        late = time.monotonic() + 200
         while process.exitcode is None and newest(runs / name) == before:  # until it has gone one step on
+            assert time.monotonic() < late, output.read_text()[-2000:]
             time.sleep(0.01)
         process.join(rng.uniform(0, 0.3))
         process.kill()
@@ -109,6 +112,20 @@ def test_killed_at_random_moments_ends_as_if_undisturbed(runs, kills, tmp_path):
         assert process.exitcode == -signal.SIGKILL, f"{process.exitcode}: {output.read_text()[-2000:]}"
     finish(start(command(runs, name, *flags, "--resume"), output), output, 0)
     assert_same_run(runs, f"calm-{kills}", name, steps)
+
+
+def test_a_run_killed_while_it_draws_leaves_others_their_bars(runs, tmp_path):
+    output = tmp_path / "output"
+    tqdm.get_lock()  # made in the parent
+
+    def drawing():
+        tqdm.get_lock().acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    finish(start([], output, drawing), output, -signal.SIGKILL)
+    for lock in tqdm.get_lock().locks:  # those of threads and of processes
+        assert lock.acquire(timeout=5), "the killed run holds it"
+        lock.release()
 
 
 def newest(run):
