@@ -1158,8 +1158,7 @@ class TTTLoss(nn.Module):
         loss = (scale * per_row).sum()
         if learn:
             loss = MadeInForward.apply(x, head, loss, dx, dw)
-        metrics = self.metrics(rows, per_row.view_as(supervised), hit.view_as(supervised) & supervised)
-        return loss, metrics._replace(step_alpha=step_alpha)
+        return loss, self.metrics(rows, per_row.view_as(supervised), hit.view_as(supervised) & supervised, step_alpha)
 
     def unroll(self, keys: Keys, rows: RowBatch) -> Tensor:
         """The states a[t,s] of the anchors [S,B,A,H], before `norm` unless `norm_output`."""
@@ -1205,11 +1204,12 @@ class TTTLoss(nn.Module):
         return (self.draft.model.norm(a) if self.draft.config.norm_output else a), cache
 
     @torch.no_grad()
-    def metrics(self, rows: RowBatch, per_row: Tensor, hit: Tensor) -> Metrics:
+    def metrics(self, rows: RowBatch, per_row: Tensor, hit: Tensor, step_alpha: Tensor | None) -> Metrics:
         supervised = rows.teacher_index >= 0
         chain_valid, chain_hit = rows.valid.long().cumprod(0), (hit & rows.valid).long().cumprod(0)
         step_loss = (per_row * supervised).sum((1, 2)) / rows.denominators
-        return Metrics(step_loss, *(x.sum((1, 2)) for x in (hit, supervised, chain_valid, chain_hit)), hit)
+        sums = (x.sum((1, 2)) for x in (hit, supervised, chain_valid, chain_hit))
+        return Metrics(step_loss, *sums, hit, step_alpha)
 
 
 def remade(function, *args):

@@ -21,7 +21,7 @@ NAME = "serving.kimi_k3_vllm"
 
 
 def test_the_wheel_holds_the_plug_in_alone(tmp_path):
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", "70.1", reason="makes wheels on its own")
     source = shutil.copytree(PLUGIN, tmp_path / "source", ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-c", "import setuptools.build_meta as b; b.build_wheel('..')"]
     subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
