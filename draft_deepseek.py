@@ -576,7 +576,7 @@ class AnchorMask(NamedTuple):
 
     first: Tensor  # [B,A]
     last: Tensor  # [B,A]
-    blocks: "BlockIndex | None" = None  # for FlexAttention
+    blocks: "BlockIndex | None" = None  # for FlexAttention, see block_mask
 
 
 class BlockIndex(NamedTuple):
@@ -601,14 +601,21 @@ HOPPER |= {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOC
 HOPPER |= {"bwd_num_warps": 8, "bwd_num_stages": 2}
 
 
-def anchor_mask(anchors: Tensor, document: Tensor, blocks: BlockIndex | None = None) -> AnchorMask:
+def anchor_mask(anchors: Tensor, document: Tensor) -> AnchorMask:
     """The mask of anchors [B,A] (-1 unused) over rows of contiguous documents [B,T] (-1 padding)."""
     slot = torch.arange(document.shape[1], device=document.device).expand_as(document)
     begins = F.pad(document[:, 1:] != document[:, :-1], (1, 0), value=True)
     start = torch.where(begins, slot, 0).cummax(dim=1).values
     at = anchors.clamp(min=0)
     used = (anchors >= 0) & (document.gather(1, at) >= 0)
-    return AnchorMask(torch.where(used, start.gather(1, at), 0), torch.where(used, anchors, -1), blocks)
+    return AnchorMask(torch.where(used, start.gather(1, at), 0), torch.where(used, anchors, -1))
+
+
+def block_mask(anchors: Tensor, document: Tensor) -> AnchorMask:
+    """The same with its block index. Made outside of compiled graphs: without a backward, Inductor compiles no
+    FlexAttention whose mask reads what its own graph made."""
+    mask = anchor_mask(anchors, document)
+    return mask._replace(blocks=block_index(mask, document.shape[1]))
 
 
 def block_index(mask: AnchorMask, slots: int) -> BlockIndex:
@@ -795,7 +802,7 @@ class RowBatch(NamedTuple):
     teacher_index: Tensor  # [S,B,A] row of teacher; -1 not supervised
     valid: Tensor  # [S,B,A]
     denominators: Tensor  # [S] supervised slots of each step in the whole optimizer step
-    block_mask: BlockIndex | None = None
+    block_mask: AnchorMask | None = None  # None: made in the graph, without blocks
     mean_alpha: Tensor | None = None  # [S] mean acceptance over them, for "lambda"; None: over this batch's
 
 
@@ -909,9 +916,9 @@ class RowChunks:
             slots, valid, index = (  # laid out alike in every chunk: a compiled graph is made for strides as well
                 x.to(device, memory_format=torch.contiguous_format, copy=True) for x in (slots, valid, index)
             )
-            blocks = block_index(anchor_mask(slots, self.document), t) if self.make_mask else None
+            mask = block_mask(slots, self.document) if self.make_mask else None
             shared = (self.tokens, self.document, self.position, self.features)
-            yield RowBatch(*shared, slots, teacher, index, valid, self.denominators, blocks, self.mean_alpha)
+            yield RowBatch(*shared, slots, teacher, index, valid, self.denominators, mask, self.mean_alpha)
 
     def teacher(self, first: Tensor) -> Tensor:
         """p [B,U,Vd] of the learned tokens number first[b].. of each row: no more than a chunk of anchors feeds."""
@@ -1164,7 +1171,7 @@ class TTTLoss(nn.Module):
         """The states a[t,s] of the anchors [S,B,A,H], before `norm` unless `norm_output`."""
         attn, cfg, steps = self.draft.model.layers[0].self_attn, self.draft.config, len(rows.teacher_index)
         g, *token, k, v = keys
-        mask = anchor_mask(rows.anchors, rows.document, rows.block_mask)
+        mask = anchor_mask(rows.anchors, rows.document) if rows.block_mask is None else rows.block_mask
         at = rows.anchors.clamp(min=0)
         fed = (at[:, None] + torch.arange(1, steps + 1, device=at.device)[:, None]).clamp(max=g.shape[1] - 1)
         token = [None if x is None else take(x, fed).unbind(1) for x in token]

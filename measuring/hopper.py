@@ -1,11 +1,12 @@
-"""Cases for tools that compile the two graphs of a training step for Hopper, or run what was compiled, without a GPU.
+"""Cases for tools that compile the graphs of a training step, and that of evaluation, for Hopper, or run what was
+compiled, without a GPU.
 
 `compiled_keys` and `compiled_chunk`: a real draft in bf16, every slot supervised, tensors on "cuda" (fake ones in such
 a tool): the function to be compiled with fullgraph and differentiated, and its inputs. `hopper_chain`: the same for a
 chain of drafted tokens, which is not differentiated.
 
-`keys` and `chunk`: a small draft in numbers, on the CPU: the module to be compiled, its inputs, what it should return
-(plain attention, not compiled) and how far off it may be.
+`keys`, `chunk` and `unroll`: a small draft in numbers, on the CPU: the module to be compiled, its inputs, what it
+should return (plain attention, not compiled) and how far off it may be.
 
 Shapes: B rows, T slots, A anchors, S steps, Vd draft vocabulary.
 """
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from draft_deepseek import PIECE, Keys, Leaves, RowBatch, RowChunks, TTTLoss, anchor_mask, block_index
+from draft_deepseek import PIECE, Keys, Leaves, RowBatch, RowChunks, TTTLoss, block_mask
 from measuring.step import DRAFTS, STEPS, make_config
 from serving.decode import Drafter
 
@@ -61,8 +62,8 @@ def compiled_chunk(size="deepseek-v3", slots=4096, chunk=1024, steps=STEPS, loss
     anchors, document = tokens[:, :chunk].contiguous(), torch.zeros_like(tokens)
     index = torch.zeros(steps, 1, chunk, dtype=torch.long, device="cuda")
     teacher = torch.zeros(1, chunk + steps - 1, ttt_loss.draft.config.draft_vocab_size, device="cuda")
-    counts, blocks = torch.ones(steps, device="cuda"), block_index(anchor_mask(anchors, document), slots)
-    rows = (tokens, document, position, features, anchors, teacher, index, index.bool(), counts, blocks)
+    counts, mask = torch.ones(steps, device="cuda"), block_mask(anchors, document)
+    rows = (tokens, document, position, features, anchors, teacher, index, index.bool(), counts, mask)
     alpha = torch.ones(steps, device="cuda") if loss == "lambda" else None
     # a tool may want the inputs as plain tensors and leaves, so no Leaves object is handed over
     return in_bf16(lambda keys, rows: ttt_loss.chunk(keys, rows)[0]), (leaves.keys, RowBatch(*rows, alpha))
@@ -135,15 +136,18 @@ def small_chunks(draft: nn.Module, layout, share: float, steps: int, chunk: int,
 
 
 class Part(nn.Module):
-    """One of the two graphs of a loss, under autocast with bf16."""
+    """One of the graphs of a loss, under autocast with bf16; with or without gradients."""
 
-    def __init__(self, loss: TTTLoss, part: str, bf16: bool):
+    def __init__(self, loss: TTTLoss, part: str, bf16: bool, learns: bool = True):
         super().__init__()
-        self.loss, self.part, self.bf16 = loss, part, bf16
+        self.loss, self.part, self.bf16, self.learns = loss.requires_grad_(learns), part, bf16, learns
 
     def forward(self, *inputs):
-        with torch.autocast(self.loss.draft.lm_head.weight.device.type, torch.bfloat16, enabled=self.bf16):
+        device = self.loss.draft.lm_head.weight.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self.bf16), torch.set_grad_enabled(self.learns):
             made = getattr(self.loss, self.part)(*inputs)
+        if self.part == "unroll":
+            made = (made,)
         if self.part == "chunk":
             loss, metrics = made
             made = loss, *(x for x in metrics if x is not None)
@@ -168,17 +172,21 @@ def keys(kind="deepseek-v3", layout="packed", bf16=False, wide=False, heads=2):
 
 def chunk(
     kind="deepseek-v3", layout="packed", share=1.0, steps=2, chunk=384, number=0, bf16=False, wide=False, heads=2,
-    loss="ce", mean_alpha=True,
+    loss="ce", mean_alpha=True, learns=True, part="chunk",
 ):  # fmt: skip
     """Chunk `number` of the rows. mean_alpha: is it known to the "lambda" loss, or found in the same graph?"""
     ttt_loss, chunks, bound = small(kind, layout, share, steps, chunk, bf16, wide, heads, loss)
     if loss == "lambda" and mean_alpha:
         chunks.mean_alpha = torch.full((steps,), 0.4)
     made = Part(ttt_loss, "keys", bf16)(F.pad(chunks.tokens, (0, 1)), chunks.position, chunks.features)
-    made = [x.detach().requires_grad_() for x in made]
-    rows, part = list(chunks)[number], Part(ttt_loss, "chunk", bf16)
-    blocks = block_index(anchor_mask(rows.anchors, rows.document), rows.document.shape[1])
+    made = [x.detach().requires_grad_(learns) for x in made]
+    rows, module = list(chunks)[number], Part(ttt_loss, part, bf16, learns)
     gate = [None] if len(made) < 6 else []
     leaves = Keys(*made[:3], *gate, *made[3:])
-    inputs = leaves, rows._replace(block_mask=blocks)
-    return dict(module=part, inputs=inputs, expected=lambda: part(leaves, rows), **bound)
+    inputs = leaves, rows._replace(block_mask=block_mask(rows.anchors, rows.document))
+    return dict(module=module, inputs=inputs, expected=lambda: module(leaves, rows), **bound)
+
+
+def unroll(**how):
+    """The steps of a chunk without the loss, as evaluation takes them."""
+    return chunk(learns=False, part="unroll", **how)

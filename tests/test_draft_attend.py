@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import draft_deepseek
-from draft_deepseek import MadeInForward, anchor_mask, attend, attend_dense, block_index, loss_and_gradients
+from draft_deepseek import MadeInForward, anchor_mask, attend, attend_dense, block_index, block_mask, loss_and_gradients
 from test_drafts import DRAFT_IDS, close, make_batch, make_draft, run_fast
 from tests.helpers import allocated
 
@@ -151,8 +151,7 @@ def test_flex_attention_shows_what_dense_shows():
     document = torch.tensor([[0] * 130 + [1] * 150 + [-1] * 20])
     anchors = F.pad(torch.arange(3, 280, 2), (0, 5), value=-1)[None]
     q, k, v = (torch.randn(1, 2, m, w, generator=gen) for m, w in ((anchors.shape[1], 192), (T, 192), (T, 128)))
-    plain = anchor_mask(anchors, document)
-    mask = plain._replace(blocks=block_index(plain, T))
+    plain, mask = anchor_mask(anchors, document), block_mask(anchors, document)
     for got, want in zip(attend(q, k, v, mask, 0.1), attend(q, k, v, plain, 0.1), strict=True):
         assert (got[:, :, -5:] == want[:, :, -5:]).all()  # rows that see nothing: 0 and -inf
         close(got[:, :, :-5], want[:, :, :-5])

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 
-from draft_deepseek import TTTLoss, anchor_mask, block_index
+import draft_deepseek
+from draft_deepseek import TTTLoss, block_mask
 from measuring import step
 from serving.slots import judge
 from test_drafts import make_batch, make_chunks, make_draft, make_rows
@@ -113,6 +114,18 @@ def test_bf16_compute_costs_little_accuracy_at_the_mid_size(kind):
         assert torch.cosine_similarity(rounded[2][name].flatten(), gradient.flatten(), 0) > 0.999, name
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_graphs_read_a_mask_that_is_given_and_make_none(monkeypatch):
+    """Inductor compiles no FlexAttention for CUDA, in a graph without a backward, whose mask the graph made."""
+    draft, _ = make_draft("deepseek", qk_nope_head_dim=24, v_head_dim=16)
+    loss, rows = TTTLoss(draft), make_rows(draft, make_batch([[7, 6, -2, 5]], share=0.6), steps=3)
+    with torch.no_grad():
+        want, _ = loss(rows)
+        given = rows._replace(block_mask=block_mask(rows.anchors, rows.document))
+        monkeypatch.setattr(draft_deepseek, "anchor_mask", None)
+        assert torch.allclose(loss(given)[0], want, rtol=1e-5)
+
+
 # --------------------------------------------------------------------------------------------- CUDA graphs (need a GPU)
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -150,9 +163,24 @@ def test_captured_chunks_replay_new_documents_as_eager_and_accumulate(variant):
 
 
 @cuda
+@pytest.mark.parametrize("variant", ["deepseek-yarn", "kimi"])
+def test_compiled_evaluation_sees_what_eager_sees(variant):
+    draft = make_draft(variant)[0].cuda()
+    eager, compiled = TTTLoss(draft), TTTLoss(copy.deepcopy(draft))
+    torch._dynamo.reset()
+    compiling.compile_loss(compiled, "max-autotune")
+    for i, layout in enumerate(([[200, 50, -6]], [[256]])):
+        chunks = make_chunks(draft, on_cuda(make_batch(layout, i, share=0.7)), steps=3, chunk=128)
+        for got, want in zip(judge(compiled, chunks), judge(eager, chunks), strict=True):
+            assert (got.float() - want.float()).abs().mean() < 1e-2
+        with torch.no_grad():
+            assert (compiled.learn(chunks)[0] - eager.learn(chunks)[0]).abs() < 1e-2
+
+
+@cuda
 def test_block_masks_at_131072_tokens_take_little_memory():
     document = torch.arange(131072, device="cuda")[None] // 5000
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    block_index(anchor_mask(torch.arange(131072, device="cuda")[None], document), 131072)
+    block_mask(torch.arange(131072, device="cuda")[None], document)
     assert torch.cuda.max_memory_allocated() - before < 500e6

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from draft_deepseek import BLOCK, TTTLoss, anchor_mask, attend, block_index
+from draft_deepseek import BLOCK, TTTLoss, attend, block_mask
 from training.settings import Settings
 
 
@@ -13,9 +13,9 @@ def flex_compiles(device: str) -> bool:
     """Whether FlexAttention compiles for this device; if not, says so, and plain attention takes its place."""
     q = torch.randn(1, 1, BLOCK, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     slots = torch.arange(BLOCK, device=device)[None]
-    mask = anchor_mask(slots, torch.zeros_like(slots))
+    mask = block_mask(slots, torch.zeros_like(slots))
     try:
-        o, lse = torch.compile(attend, fullgraph=True)(q, q, q, mask._replace(blocks=block_index(mask, BLOCK)), 0.125)
+        o, lse = torch.compile(attend, fullgraph=True)(q, q, q, mask, 0.125)
         (o.sum() + lse.sum()).backward()
     except Exception as error:  # whatever the compilers of some device raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
